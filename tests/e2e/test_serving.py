@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees beside prefix caching, preemption, chunked prefill and length limits."""
+
+import pytest
+from engines import (
+    acceptance_counts,
+    chain_config,
+    engine,
+    generate,
+    params,
+    random_prompts,
+    token_ids,
+    tree_config,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+def rig_with(rig, prompts, outputs) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        rig.add_reference(prompt, output)
+
+
+def compare(target, draft, rig, prompts, options, **kwargs):
+    """Reference tokens, tree tokens."""
+    with engine(target, **kwargs) as llm:
+        expected = token_ids(generate(llm, prompts, options))
+    rig_with(rig, prompts, expected)
+    with engine(target, tree_config(draft), **kwargs) as llm:
+        got = token_ids(generate(llm, prompts, options))
+    return expected, got
+
+
+def test_preempted_requests_resume_exactly(tiny_target, tiny_draft, rig, monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted = []
+    preempt = Scheduler._preempt_request
+
+    def spy(self, request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", spy)
+    prompts = random_prompts((35, 64, 60, 70), seed=2)
+    expected, got = compare(
+        tiny_target,
+        tiny_draft,
+        rig,
+        prompts,
+        params(max_tokens=50),
+        num_gpu_blocks_override=14,
+    )
+    assert got == expected
+    assert preempted, "the pool was large enough: nothing was tested"
+
+
+def test_requests_end_at_max_model_len(tiny_target, tiny_draft, rig):
+    prompts = random_prompts((35, 64, 60, 70), seed=3)
+    expected, got = compare(
+        tiny_target, tiny_draft, rig, prompts, params(max_tokens=500), max_model_len=110
+    )
+    assert got == expected
+    lengths = [len(p) + len(t) for p, t in zip(prompts, got, strict=True)]
+    assert lengths == [110] * 4
+    # The last trees had less room than the budget.
+    assert min(rig.tree_lens) < max(rig.tree_lens)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_max_tokens_inside_an_accepted_path(
+    tiny_target, tiny_draft, rig, prompts, greedy_reference, max_tokens
+):
+    rig_with(rig, prompts, greedy_reference)
+    with engine(tiny_target, tree_config(tiny_draft)) as llm:
+        outputs = generate(llm, prompts, params(max_tokens=max_tokens))
+    assert token_ids(outputs) == [t[:max_tokens] for t in greedy_reference]
+    assert all(o.outputs[0].finish_reason == "length" for o in outputs)
+
+
+def test_stop_token_inside_an_accepted_path(
+    tiny_target, tiny_draft, rig, prompts, greedy_reference
+):
+    stops = [tokens[9] for tokens in greedy_reference]
+    options = [params(stop_token_ids=[stop]) for stop in stops]
+    rig_with(rig, prompts, greedy_reference)
+    with engine(tiny_target, tree_config(tiny_draft)) as llm:
+        outputs = generate(llm, prompts, options)
+    for output, tokens, stop in zip(outputs, greedy_reference, stops, strict=True):
+        assert list(output.outputs[0].token_ids) == tokens[: tokens.index(stop) + 1]
+        assert output.outputs[0].finish_reason == "stop"
+
+
+def test_second_turn_reuses_compacted_blocks(tiny_target, tiny_draft, rig):
+    """Blocks filled through trees serve other requests by their hash."""
+    prompts = random_prompts((35, 64, 60, 70), seed=4)
+    options = params(max_tokens=60)
+    with engine(tiny_target) as llm:
+        first = token_ids(generate(llm, prompts, options))
+        second_prompts = [p + t for p, t in zip(prompts, first, strict=True)]
+        llm.reset_prefix_cache()
+        second = token_ids(generate(llm, second_prompts, options))
+    rig_with(rig, prompts + second_prompts, first + second)
+    with engine(tiny_target, tree_config(tiny_draft)) as llm:
+        assert token_ids(generate(llm, prompts, options)) == first
+        outputs = generate(llm, second_prompts, options)
+    assert token_ids(outputs) == second
+    # Whole blocks of 32 over prompt and generated tokens were found in the cache.
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.num_cached_tokens > len(prompt)
+    assert rig.num_branching_paths > 20
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_chunked_prefill_mixes_with_verify_rows(
+    tiny_target, tiny_draft, rig, async_scheduling
+):
+    prompts = random_prompts((35, 150, 60, 180, 20, 170), seed=5)
+    expected, got = compare(
+        tiny_target,
+        tiny_draft,
+        rig,
+        prompts,
+        params(max_tokens=24),
+        max_num_batched_tokens=136,
+        async_scheduling=async_scheduling,
+    )
+    assert got == expected
+
+
+def test_one_candidate_per_depth_accepts_what_the_native_chain_accepts(
+    tiny_target, tiny_draft, prompts, greedy_reference
+):
+    with engine(tiny_target, chain_config(tiny_draft)) as llm:
+        assert token_ids(generate(llm, prompts, params())) == greedy_reference
+        native = acceptance_counts(llm)
+    config = tree_config(tiny_draft, budget=7, max_children=1)
+    with engine(tiny_target, config) as llm:
+        assert token_ids(generate(llm, prompts, params())) == greedy_reference
+        tree = acceptance_counts(llm)
+    assert tree == native

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In-process engines on tiny models, and the requests the tests send them."""
+
+import random
+from contextlib import contextmanager
+from typing import Any
+
+TREE_BUDGET = 16
+
+ENGINE_DEFAULTS: dict[str, Any] = dict(
+    skip_tokenizer_init=True,
+    max_model_len=256,
+    enforce_eager=True,
+    dtype="float32",
+    max_num_seqs=4,
+    max_num_batched_tokens=256,
+    block_size=32,
+    num_gpu_blocks_override=64,
+    seed=0,
+    disable_log_stats=False,
+)
+
+
+def tree_config(draft: str, **ddtree: Any) -> dict[str, Any]:
+    """The speculative_config of a demanded tree."""
+    return dict(
+        method="dflash", model=draft, ddtree={"budget": TREE_BUDGET, **ddtree}
+    )
+
+
+def chain_config(draft: str, depth: int = 7) -> dict[str, Any]:
+    """vLLM's own DFlash chain."""
+    return dict(
+        method="dflash", model=draft, num_speculative_tokens=depth, ddtree=False
+    )
+
+
+@contextmanager
+def engine(target: str, speculative_config: dict[str, Any] | None = None, **kwargs: Any):
+    """An LLM that is shut down afterwards, so that the next one starts clean."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from vllm_dflash.attention.registry import remove_tree_backends
+
+    options = {**ENGINE_DEFAULTS, **kwargs}
+    if speculative_config is not None:
+        options["speculative_config"] = speculative_config
+    llm = LLM(model=target, **options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        remove_tree_backends()
+        cleanup_dist_env_and_memory()
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, 500) for _ in range(n)] for n in lengths]
+
+
+def generate(llm: Any, prompts: list[list[int]], params: Any) -> list[Any]:
+    """Outputs of one call, in prompt order."""
+    return llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+
+
+def token_ids(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def params(max_tokens: int = 32, **kwargs: Any) -> Any:
+    from vllm import SamplingParams
+
+    options = dict(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
+    return SamplingParams(**{**options, **kwargs})
+
+
+def acceptance_counts(llm: Any) -> tuple[int, int]:
+    """(verification steps, accepted drafts) of an engine since it started."""
+    values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
+    return (
+        values.get("vllm:spec_decode_num_drafts", 0),
+        values.get("vllm:spec_decode_num_accepted_tokens", 0),
+    )

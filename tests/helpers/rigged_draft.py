@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft whose acceptance the test decides.
+
+The DFlash model runs as always; before the tree is built its candidates are replaced:
+at each depth the token that the reference run emitted is put at a random rank with
+probability ``hit_rate``. Deep paths off the first branch are then accepted, which a
+random draft never shows.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_dflash.runner.model_state import DDTreeModelState
+from vllm_dflash.sample.tree_sampler import TreeRejectionSampler
+from vllm_dflash.tree.builder import TreeBuilder
+
+
+@dataclass
+class RiggedDraft:
+    """Install with ``rig.install(monkeypatch)`` before the engine is made."""
+
+    hit_rate: float = 0.85
+    seed: int = 0
+    # prompt token ids -> prompt + reference continuation
+    references: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    # Accepted path of every verify, as node indices.
+    paths: list[list[int]] = field(default_factory=list)
+    tree_lens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._req_states = None
+
+    def add_reference(self, prompt: list[int], output: list[int]) -> None:
+        self.references[tuple(prompt)] = list(prompt) + list(output)
+
+    @property
+    def mean_tokens(self) -> float:
+        return sum(len(path) for path in self.paths) / max(1, len(self.paths))
+
+    @property
+    def num_branching_paths(self) -> int:
+        """Accepted paths that are not a prefix of the node list."""
+        return sum(path != list(range(len(path))) for path in self.paths)
+
+    def install(self, monkeypatch) -> None:
+        rig = self
+        custom_sampler = DDTreeModelState.custom_sampler
+        build = TreeBuilder.build
+        verify = TreeRejectionSampler.__call__
+
+        def spy_sampler(self, sampler):
+            rig._req_states = sampler.req_states
+            return custom_sampler(self, sampler)
+
+        def rigged_build(self, num_reqs, row_to_slot):
+            if rig._req_states is not None:
+                rig._overwrite(self, num_reqs, row_to_slot)
+            return build(self, num_reqs, row_to_slot)
+
+        def spy_verify(self, logits, input_batch, *args, **kwargs):
+            output = verify(self, logits, input_batch, *args, **kwargs)
+            for req, length in enumerate(output.num_sampled.tolist()):
+                if int(self.step.tree_len[req]):
+                    rig.paths.append(self.step.path[req, :length].tolist())
+                    rig.tree_lens.append(int(self.step.tree_len[req]))
+            return output
+
+        monkeypatch.setattr(DDTreeModelState, "custom_sampler", spy_sampler)
+        monkeypatch.setattr(TreeBuilder, "build", rigged_build)
+        monkeypatch.setattr(TreeRejectionSampler, "__call__", spy_verify)
+
+    def _overwrite(
+        self, builder: TreeBuilder, num_reqs: int, row_to_slot: torch.Tensor
+    ) -> None:
+        depth, num_candidates = builder.depth, builder.max_children
+        for req in range(num_reqs):
+            slot = int(row_to_slot[req * depth])
+            if slot < 0:
+                continue
+            length = int(self._req_states.total_len.gpu[slot])
+            prompt_len = int(self._req_states.prompt_len.np[slot])
+            tokens = self._req_states.all_token_ids.gpu[slot, :length].tolist()
+            reference = self.references.get(tuple(tokens[:prompt_len]))
+            if reference is None:
+                continue
+            shared = min(length, len(reference))
+            assert reference[:shared] == tokens[:shared], (
+                f"diverged from the reference: {reference[prompt_len:shared]} != "
+                f"{tokens[prompt_len:shared]}"
+            )
+            for level in range(depth):
+                row = req * depth + level
+                candidates = self._candidates(
+                    reference, length + level, num_candidates
+                )
+                weights = sorted(
+                    (self._random.random() ** 2 + 1e-3 for _ in candidates),
+                    reverse=True,
+                )
+                probs = torch.tensor(weights) / sum(weights) * 0.95
+                builder.cand_tokens[row] = torch.tensor(candidates)
+                builder.cand_logprobs[row] = probs.log()
+
+    def _candidates(
+        self, reference: list[int], index: int, num_candidates: int
+    ) -> list[int]:
+        candidates = self._random.sample(range(10, 500), num_candidates)
+        if index < len(reference) and self._random.random() < self.hit_rate:
+            token = reference[index]
+            candidates = [9 if c == token else c for c in candidates]
+            rank = min(self._random.choice([0, 0, 0, 1, 1, 2, 3]), num_candidates - 1)
+            candidates[rank] = token
+        return candidates

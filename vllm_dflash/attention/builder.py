@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every tree-aware metadata builder does, whatever its base backend."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from vllm_dflash.attention.metadata import TreeAttention, find_attention_context
+
+
+class TreeBuilderMixin:
+    """Attaches the tree to the metadata that the target's layers use.
+
+    Draft layers use the same backend class (one override per backend name); the
+    metadata that the speculator builds for them carries no tree, so the base backend
+    serves them.
+    """
+
+    takes_tree = True
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        # A verify graph replays one width; mixed batches need the base's eager path.
+        return min(
+            support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value
+        )
+
+    def _attach(self, metadata: Any, tree: TreeAttention | None) -> Any:
+        context = find_attention_context(self.vllm_config)  # type: ignore[attr-defined]
+        # The runner's group holds draft layers too when their shapes agree; the
+        # speculator's own group holds nothing else.
+        is_draft = context is None or context.draft_layer_names.issuperset(
+            self.layer_names  # type: ignore[attr-defined]
+        )
+        metadata.tree = None if is_draft else tree
+        return metadata
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        tree: TreeAttention | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        metadata = super().build(  # type: ignore[misc]
+            common_prefix_len, common_attn_metadata, fast_build, **kwargs
+        )
+        return self._attach(metadata, tree)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> Any:
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
+        context = find_attention_context(self.vllm_config)  # type: ignore[attr-defined]
+        if context is None:
+            return metadata
+        return self._attach(
+            metadata,
+            context.capture_tree(
+                common_attn_metadata.num_reqs, common_attn_metadata.max_query_len
+            ),
+        )

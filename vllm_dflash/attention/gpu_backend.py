@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention beside vLLM's own GPU backends, on the same paged KV cache.
+
+A batch that only verifies trees runs the tree kernel alone; in a mixed batch the base
+backend serves every row first and the tree kernel then overwrites the verify rows,
+which lead the batch. Everything else (selection, cache layout, cache update, prefill,
+the draft's non-causal attention) is the base backend's.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_dflash.attention.builder import TreeBuilderMixin
+from vllm_dflash_kernels.tree_attention import tree_attention
+
+
+class TreeImplMixin:
+    """Routes verify rows to the tree kernel."""
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tree = getattr(attn_metadata, "tree", None)
+        if tree is None or not tree.pure:
+            output = super().forward(  # type: ignore[misc]
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        if tree is not None:
+            self._verify(layer, query, kv_cache, attn_metadata, tree, output)
+        return output
+
+    def _verify(
+        self,
+        layer: torch.nn.Module,
+        # [num_tokens, num_heads, head_size]
+        query: torch.Tensor,
+        # [num_blocks, num_kv_heads, block_size, 2 * head_size]
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        tree: Any,
+        # [num_tokens, num_heads, head_size], verify rows are written
+        output: torch.Tensor,
+    ) -> None:
+        key_cache, value_cache = kv_cache.split(self.head_size, dim=-1)  # type: ignore[attr-defined]
+        num_reqs = tree.num_verify_reqs
+        window = self.sliding_window  # type: ignore[attr-defined]
+        tree_attention(
+            query,
+            key_cache,
+            value_cache,
+            block_table=metadata.block_table[:num_reqs],
+            seq_lens=metadata.seq_lens[:num_reqs],
+            query_start_loc=metadata.query_start_loc[: num_reqs + 1],
+            ancestors=tree.batch_ancestors,
+            tree_len=tree.tree_len,
+            max_query_len=tree.max_query_len,
+            scale=self.scale,  # type: ignore[attr-defined]
+            out=output,
+            # vLLM stores the window as (left, right) offsets, (-1, -1) when absent.
+            sliding_window=-1 if window is None or window[0] < 0 else window[0] + 1,
+            softcap=self.logits_soft_cap or 0.0,  # type: ignore[attr-defined]
+            sinks=self.sinks,  # type: ignore[attr-defined]
+        )
+
+
+class TreeFlashAttentionMetadataBuilder(
+    TreeBuilderMixin, FlashAttentionMetadataBuilder
+):
+    """FlashAttention metadata plus the tree."""
+
+
+class TreeFlashAttentionImpl(TreeImplMixin, FlashAttentionImpl):
+    """FlashAttention, with verify rows served by the tree kernel."""
+
+
+class TreeFlashAttentionBackend(FlashAttentionBackend):
+    """FLASH_ATTN with tree verification."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeFlashAttentionImpl]:
+        return TreeFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeFlashAttentionMetadataBuilder]:
+        return TreeFlashAttentionMetadataBuilder
+
+
+class TreeTritonAttentionMetadataBuilder(
+    TreeBuilderMixin, TritonAttentionMetadataBuilder
+):
+    """Triton attention metadata plus the tree."""
+
+
+class TreeTritonAttentionImpl(TreeImplMixin, TritonAttentionImpl):
+    """Triton attention, with verify rows served by the tree kernel."""
+
+
+class TreeTritonAttentionBackend(TritonAttentionBackend):
+    """TRITON_ATTN with tree verification."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeTritonAttentionImpl]:
+        return TreeTritonAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeTritonAttentionMetadataBuilder]:
+        return TreeTritonAttentionMetadataBuilder
