@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft whose acceptance the test decides.
 
-The DFlash model runs as always; before the tree is built its candidates are replaced:
-at each depth the token that the reference run emitted is put at a random rank with
-probability ``hit_rate``. Deep paths off the first branch are then accepted, which a
-random draft never shows.
+The DFlash model and the build run as always (on a GPU inside their CUDA graph); then
+the candidates are replaced and the tree is built again: at each depth the token that
+the reference run emitted is put at a random rank with probability ``hit_rate``. Deep
+paths off the first branch are then accepted, which a random draft never shows.
 """
 
 import random
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_dflash.runner.model_state import DDTreeModelState
+from vllm_dflash.runner.speculator import DDTreeSpeculator
 from vllm_dflash.sample.tree_sampler import TreeRejectionSampler
 from vllm_dflash.tree.builder import TreeBuilder
 
@@ -48,17 +49,20 @@ class RiggedDraft:
     def install(self, monkeypatch) -> None:
         rig = self
         custom_sampler = DDTreeModelState.custom_sampler
-        build = TreeBuilder.build
+        propose = DDTreeSpeculator.propose
         verify = TreeRejectionSampler.__call__
 
         def spy_sampler(self, sampler):
             rig._req_states = sampler.req_states
             return custom_sampler(self, sampler)
 
-        def rigged_build(self, num_reqs, row_to_slot):
-            if rig._req_states is not None:
-                rig._overwrite(self, num_reqs, row_to_slot)
-            return build(self, num_reqs, row_to_slot)
+        def rigged_propose(self, input_batch, *args, dummy_run=False, **kwargs):
+            tokens = propose(self, input_batch, *args, dummy_run=dummy_run, **kwargs)
+            if not dummy_run:
+                num_reqs = input_batch.num_reqs
+                rig._overwrite(self.builder, num_reqs, self.sample_idx_mapping)
+                self.builder.build(num_reqs, self.sample_idx_mapping)
+            return tokens
 
         def spy_verify(self, logits, input_batch, *args, **kwargs):
             output = verify(self, logits, input_batch, *args, **kwargs)
@@ -69,7 +73,7 @@ class RiggedDraft:
             return output
 
         monkeypatch.setattr(DDTreeModelState, "custom_sampler", spy_sampler)
-        monkeypatch.setattr(TreeBuilder, "build", rigged_build)
+        monkeypatch.setattr(DDTreeSpeculator, "propose", rigged_propose)
         monkeypatch.setattr(TreeRejectionSampler, "__call__", spy_verify)
 
     def _overwrite(
@@ -101,8 +105,8 @@ class RiggedDraft:
                     reverse=True,
                 )
                 probs = torch.tensor(weights) / sum(weights) * 0.95
-                builder.cand_tokens[row] = torch.tensor(candidates)
-                builder.cand_logprobs[row] = probs.log()
+                builder.cand_tokens[row].copy_(torch.tensor(candidates))
+                builder.cand_logprobs[row].copy_(probs.log())
 
     def _candidates(
         self, reference: list[int], index: int, num_candidates: int

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 VOCAB_SIZE = 512
 HIDDEN_SIZE = 64
-HEAD_DIM = 32
+HEAD_DIM = 64
 NUM_LAYERS = 3
 BLOCK_SIZE = 8
 MASK_TOKEN = 5

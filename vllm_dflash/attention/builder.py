@@ -3,11 +3,17 @@
 
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from vllm_dflash.attention.metadata import TreeAttention, find_attention_context
+from vllm_dflash.attention.metadata import (
+    AttentionContext,
+    TreeAttention,
+    find_attention_context,
+)
 
 
 class TreeBuilderMixin:
@@ -19,6 +25,32 @@ class TreeBuilderMixin:
     """
 
     takes_tree = True
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)  # type: ignore[call-arg]
+        context = find_attention_context(vllm_config)
+        if context is not None and not self._serves_draft_only(context):
+            num_heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
+            assert num_heads is not None
+            context.reserve_workspace(
+                num_heads,
+                kv_cache_spec.num_kv_heads,
+                kv_cache_spec.head_size,
+                vllm_config.model_config.dtype,
+                device,
+            )
+
+    def _serves_draft_only(self, context: AttentionContext) -> bool:
+        # The runner's group holds draft layers too when their shapes agree; the
+        # speculator's own group holds nothing else.
+        return context.draft_layer_names.issuperset(self.layer_names)  # type: ignore[attr-defined]
 
     @classmethod
     def get_cudagraph_support(
@@ -32,12 +64,8 @@ class TreeBuilderMixin:
 
     def _attach(self, metadata: Any, tree: TreeAttention | None) -> Any:
         context = find_attention_context(self.vllm_config)  # type: ignore[attr-defined]
-        # The runner's group holds draft layers too when their shapes agree; the
-        # speculator's own group holds nothing else.
-        is_draft = context is None or context.draft_layer_names.issuperset(
-            self.layer_names  # type: ignore[attr-defined]
-        )
-        metadata.tree = None if is_draft else tree
+        serves_target = context is not None and not self._serves_draft_only(context)
+        metadata.tree = tree if serves_target else None
         return metadata
 
     def build(
@@ -58,11 +86,13 @@ class TreeBuilderMixin:
     ) -> Any:
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
         context = find_attention_context(self.vllm_config)  # type: ignore[attr-defined]
-        if context is None:
-            return metadata
-        return self._attach(
-            metadata,
-            context.capture_tree(
-                common_attn_metadata.num_reqs, common_attn_metadata.max_query_len
-            ),
-        )
+        tree = None
+        # One row a request is plain decoding; only uniform batches are captured, so
+        # every wider graph verifies.
+        if context is not None and common_attn_metadata.max_query_len > 1:
+            tree = context.tree(
+                common_attn_metadata.num_reqs,
+                common_attn_metadata.max_query_len,
+                pure=True,
+            )
+        return self._attach(metadata, tree)

@@ -88,6 +88,8 @@ class TreeImplMixin:
             sliding_window=-1 if window is None or window[0] < 0 else window[0] + 1,
             softcap=self.logits_soft_cap or 0.0,  # type: ignore[attr-defined]
             sinks=self.sinks,  # type: ignore[attr-defined]
+            max_seq_len=tree.max_seq_len,
+            workspace=tree.workspace,
         )
 
 

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 
 from vllm_dflash.tree.verify_step import VerifyStep
+from vllm_dflash_kernels.tree_attention import TreeAttentionWorkspace
 
 
 @dataclass
@@ -28,6 +29,11 @@ class TreeAttention:
     max_query_len: int
     # No other request is in the batch: the base backend has nothing to do.
     pure: bool
+    # Scratch of the GPU kernel; None on the CPU.
+    workspace: TreeAttentionWorkspace | None = None
+    # Bound of the sequence lengths; one value for eager steps and graphs, so that
+    # both cut the keys alike.
+    max_seq_len: int | None = None
 
     @property
     def batch_ancestors(self) -> torch.Tensor:
@@ -57,21 +63,53 @@ class AttentionContext:
 
     def __init__(self, vllm_config: VllmConfig, step: VerifyStep):
         self.step = step
+        self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.max_seq_len = vllm_config.model_config.max_model_len
+        self.workspace: TreeAttentionWorkspace | None = None
         # Filled when the draft model is loaded, before any builder exists.
         self.draft_layer_names: set[str] = set()
         # The strong reference keeps the id below unique while this object lives.
         self._key_object = vllm_config.compilation_config.static_forward_context
         _contexts[id(self._key_object)] = self
 
-    def capture_tree(self, num_reqs: int, max_query_len: int) -> TreeAttention | None:
-        """Tree part of a graph that verifies ``max_query_len`` rows a request."""
-        if max_query_len <= 1:
-            return None
+    def reserve_workspace(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make room for layers of this shape; layers run one after another."""
+        if device.type != "cuda":
+            return
+        workspace = TreeAttentionWorkspace.allocate(
+            self.max_num_reqs,
+            self.step.trees.width,
+            num_heads,
+            num_kv_heads,
+            head_size,
+            self.max_seq_len,
+            device,
+            dtype=dtype,
+        )
+        held = self.workspace
+        if held is None or held.lse.numel() < workspace.lse.numel():
+            self.workspace = workspace
+        elif held.partial.numel() < workspace.partial.numel():
+            held.partial = workspace.partial
+
+    def tree(
+        self, num_verify_reqs: int, max_query_len: int, pure: bool
+    ) -> TreeAttention:
+        """Tree part of a batch whose first ``num_verify_reqs`` requests verify."""
         return TreeAttention(
             step=self.step,
-            num_verify_reqs=num_reqs,
+            num_verify_reqs=num_verify_reqs,
             max_query_len=max_query_len,
-            pure=True,
+            pure=pure,
+            workspace=self.workspace,
+            max_seq_len=self.max_seq_len,
         )
 
 

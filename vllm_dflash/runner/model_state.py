@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
-from vllm_dflash.attention.metadata import TreeAttention, TreeModelAttnMetadata
+from vllm_dflash.attention.metadata import TreeModelAttnMetadata
 from vllm_dflash.runner.runtime import find_runtime
 from vllm_dflash.sample.history import linear_history_reason
 from vllm_dflash.sample.tree_sampler import TreeRejectionSampler
@@ -84,10 +84,9 @@ class DDTreeModelState(DefaultModelState):
         if not for_capture and input_batch.num_draft_tokens:
             step = self.runtime.step
             num_verify_reqs = step.num_verify_reqs
-            tree = TreeAttention(
-                step=step,
-                num_verify_reqs=num_verify_reqs,
-                max_query_len=step.max_tree_rows,
+            tree = self.runtime.attention.tree(
+                num_verify_reqs,
+                step.max_tree_rows,
                 pure=num_verify_reqs == input_batch.num_reqs,
             )
         return super().prepare_attn(
