@@ -12,18 +12,15 @@ tokens per step are printed beside the time.
 
 import argparse
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from engine_wave import announce_done, announce_ready, report, run_wave  # noqa: E402
 from model_shapes import write_qwen3_8b  # noqa: E402
 
 WARMUP_STEPS = 8
@@ -68,8 +65,7 @@ def run_engine(args: argparse.Namespace) -> None:
         "cudagraph_capture_sizes": sorted(b * width for b in batches)
     }
     engine = LLM(**kwargs).llm_engine
-    print("@READY", flush=True)
-    sys.stdin.readline()
+    announce_ready()
     rng = random.Random(1)
     prompts = {
         (b, i): [rng.randrange(10, 150000) for _ in range(args.context)]
@@ -123,58 +119,8 @@ def run_engine(args: argparse.Namespace) -> None:
                 tokens_per_step=statistics.mean(tokens),
                 steps=len(times),
             )
-            print("@RESULT " + json.dumps(row), flush=True)
-    print("@DONE", flush=True)
-    sys.stdin.readline()
-
-
-class Child:
-    """One engine process and the lines it prints."""
-
-    def __init__(self, engine: str, command: list[str], log: Path):
-        self.engine = engine
-        self.rows: list[dict[str, Any]] = []
-        self.ready, self.done = threading.Event(), threading.Event()
-        self.log = log
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            start_new_session=True,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("@READY"):
-                self.ready.set()
-            elif line.startswith("@DONE"):
-                self.done.set()
-            elif line.startswith("@RESULT "):
-                self.rows.append(json.loads(line.removeprefix("@RESULT ")))
-                print(line, end="", flush=True)
-        if not self.done.is_set():
-            print(f"engine {self.engine} died:", self.log.read_text()[-3000:])
-        self.ready.set()
-        self.done.set()
-
-    def go(self) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write("GO\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return
-        self.done.wait()
-
-    def kill(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+            report(row)
+    announce_done()
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -220,21 +166,12 @@ def main() -> None:
     options += ["--steps", str(args.steps), "--repeats", str(args.repeats)]
     if args.backend:
         options += ["--backend", args.backend]
-    children = []
-    try:
-        for name in names:
-            command = [sys.executable, __file__, "--engine", name]
-            command += ["--target", target, "--draft", draft, *options]
-            children.append(Child(name, command, base / f"{name}.log"))
-        for child in children:
-            child.ready.wait()
-        for child in children:
-            child.go()
-            child.kill()
-    finally:
-        for child in children:
-            child.kill()
-    rows = [row for child in children for row in child.rows]
+    commands = {
+        name: [sys.executable, __file__, "--engine", name, "--target", target]
+        + ["--draft", draft, *options]
+        for name in names
+    }
+    rows = run_wave(commands, base)
     print_table(rows)
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens per second of a real pair: no speculation, native chain, trees.
+
+    python evals/bench_pair.py TARGET DRAFT --budgets 32,48,64 --concurrency 1,8,32
+
+Answers the held-out prompts through ``LLM.chat`` with vLLM's defaults, each engine in
+a process of its own, all started together and measured one after another. Prints
+tokens per second, acceptance length, and how many answers equal those without
+speculation of the same run.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from bench_round import speculative_config  # noqa: E402
+from engine_wave import announce_done, announce_ready, report, run_wave  # noqa: E402
+
+PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
+
+
+def load_chats(limit: int) -> list[list[dict[str, str]]]:
+    """Held-out conversations, kinds interleaved."""
+    by_kind: dict[str, list[Any]] = {}
+    for line in PROMPTS.read_text().splitlines():
+        item = json.loads(line)
+        by_kind.setdefault(item["kind"], []).append(item["messages"])
+    rounds = max(map(len, by_kind.values()))
+    chats = [c[i] for i in range(rounds) for c in by_kind.values() if i < len(c)]
+    return chats[:limit]
+
+
+def run_engine(args: argparse.Namespace) -> None:
+    """Child: start one engine, wait for its turn, measure."""
+    from vllm import LLM, SamplingParams
+
+    levels = [int(c) for c in args.concurrency.split(",")]
+    kwargs: dict[str, Any] = dict(
+        model=args.target,
+        max_model_len=2048,
+        max_num_seqs=max(levels),
+        max_num_batched_tokens=8192,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=4 << 30,
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+        dtype=args.dtype,
+    )
+    if args.backend:
+        kwargs["attention_backend"] = args.backend
+    config = speculative_config(args.engine, args.draft)
+    if config is not None:
+        kwargs["speculative_config"] = config
+    llm = LLM(**kwargs)
+    chats = load_chats(args.limit)
+
+    def counters() -> tuple[int, int]:
+        values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
+        return (
+            values.get("vllm:spec_decode_num_drafts", 0),
+            values.get("vllm:spec_decode_num_accepted_tokens", 0),
+        )
+
+    def answer(level: int, messages: list[Any], temperature: float, max_tokens: int):
+        before, start, tokens = counters(), time.perf_counter(), []
+        for i in range(0, len(messages), level):
+            batch = messages[i : i + level]
+            params = [
+                SamplingParams(
+                    temperature=temperature, seed=i + j, max_tokens=max_tokens
+                )
+                for j in range(len(batch))
+            ]
+            outputs = llm.chat(batch, params, use_tqdm=False)
+            tokens += [list(o.outputs[0].token_ids) for o in outputs]
+        seconds = time.perf_counter() - start
+        drafts, accepted = (a - b for a, b in zip(counters(), before, strict=True))
+        return tokens, seconds, 1 + accepted / drafts if drafts else None
+
+    announce_ready()
+    for level in levels:
+        answer(level, chats[:level], 0.0, 24)
+    for temperature in (float(t) for t in args.temperatures.split(",")):
+        for level in levels:
+            # A few prompts one by one, all of them in larger batches.
+            messages = chats[: 12 if level == 1 else len(chats)]
+            runs = [
+                answer(level, messages, temperature, args.max_tokens)
+                for _ in range(args.repeats)
+            ]
+            tokens, _, length = runs[0]
+            report(
+                dict(
+                    engine=args.engine,
+                    temperature=temperature,
+                    concurrency=level,
+                    tokens_per_s=statistics.median(
+                        sum(map(len, run[0])) / run[1] for run in runs
+                    ),
+                    acceptance_length=length,
+                    tokens=tokens,
+                )
+            )
+    announce_done()
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One line a setting, ratios within the run."""
+    found = {(r["engine"], r["temperature"], r["concurrency"]): r for r in rows}
+    print("\n| engine | T | concurrency | tokens/s | to chain | to none | ", end="")
+    print("acceptance length | answers equal |\n|---|---|---|---|---|---|---|---|")
+    for (engine, temperature, level), row in found.items():
+        none = found.get(("none", temperature, level))
+        chain = found.get(("chain", temperature, level))
+        speed = row["tokens_per_s"]
+        cells = [f"{speed:.0f}"]
+        for other in (chain, none):
+            cells.append(f"{speed / other['tokens_per_s']:.2f}" if other else "-")
+        length = row["acceptance_length"]
+        cells.append(f"{length:.2f}" if length else "-")
+        if none:
+            pairs = list(zip(row["tokens"], none["tokens"], strict=True))
+            cells.append(f"{sum(a == b for a, b in pairs)}/{len(pairs)}")
+        else:
+            cells.append("-")
+        print(f"| {engine} | {temperature} | {level} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    parser.add_argument("--engines", help="comma list; default none, chain, budgets")
+    parser.add_argument("--budgets", default="32,48,64")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--limit", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--backend", help="attention backend; vLLM's choice if absent")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        run_engine(args)
+        return
+    names = (args.engines or f"none,chain,{args.budgets}").split(",")
+    commands = {
+        name: [sys.executable, __file__, *sys.argv[1:], "--engine", name]
+        for name in names
+    }
+    rows = run_wave(commands, Path(tempfile.mkdtemp()))
+    print_table(rows)
+    if args.out:
+        args.out.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches the tree attention kernels and owns their scratch memory."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import cdiv, next_power_of_2
+from .kernel import tree_attention_kernel
+from .reduce import reduce_splits_kernel
+from .tiles import SplitPlan, Tile, plan_splits, select_tile
+from .workspace import TreeAttentionWorkspace, device_limits
+
+# Elements of the partial outputs that one program of the reduction holds.
+_REDUCE_ELEMENTS = 8192
+_PDL_CAPABILITY = 90
+
+
+def launch_tree_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    ancestors: torch.Tensor,
+    tree_len: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    out: torch.Tensor,
+    sliding_window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    max_seq_len: int,
+    workspace: TreeAttentionWorkspace | None,
+    num_splits: int | None,
+    tile: Tile | None = None,
+    plan: SplitPlan | None = None,
+    launch_pdl: bool | None = None,
+) -> torch.Tensor:
+    """Checked arguments of ``tree_attention`` in, two launches (or one) out.
+
+    Args:
+        tile: Overrides the table; for the benchmark.
+        plan: Overrides the split plan; for the benchmark.
+        launch_pdl: Start the reduction before the attention has drained
+            (programmatic dependent launch); None: from sm_90 on.
+    """
+    num_reqs = seq_lens.shape[0]
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    rows = max_query_len * group
+    capability, shared_kb, num_sms = device_limits(query.device)
+    full_precision = query.dtype == torch.float32
+    if tile is None:
+        tile = select_tile(rows, head_size, shared_kb, full_precision=full_precision)
+    if plan is None:
+        plan = plan_splits(
+            num_reqs, num_kv_heads, rows, tile, max_seq_len, num_sms, num_splits
+        )
+    if launch_pdl is None:
+        launch_pdl = capability >= _PDL_CAPABILITY and query.is_cuda
+
+    partial = lse = query
+    if plan.num_splits > 1:
+        num_rows = num_reqs * num_kv_heads * plan.num_splits * rows
+        if workspace is None:
+            workspace = TreeAttentionWorkspace.of_rows(
+                num_rows, head_size, query.device
+            )
+        partial, lse = workspace.partial, workspace.lse
+        if lse.numel() < num_rows or partial.numel() < num_rows * head_size:
+            raise ValueError(
+                f"The workspace is too small (got {lse.numel()} rows, need {num_rows})."
+                " Allocate it for this many requests, this width and this max_seq_len."
+            )
+    fp8 = key_cache.dtype == torch.uint8
+    scaled = fp8 and k_scale is not None
+    head_pad = next_power_of_2(head_size)
+    value_offset = value_cache.data_ptr() - key_cache.data_ptr()
+    plan_args = (max_query_len, plan.fill_splits, plan.min_tiles, plan.long_tiles)
+
+    grid = (tile.num_row_tiles(rows), plan.num_splits, num_reqs * num_kv_heads)
+    tree_attention_kernel[grid](
+        out,
+        partial,
+        lse,
+        query,
+        key_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        ancestors,
+        tree_len,
+        sinks if sinks is not None else query,
+        k_scale if scaled else query,
+        v_scale if scaled else query,
+        scale,
+        softcap,
+        tile.num_full_tiles(rows),
+        *plan_args,
+        out.stride(0),
+        out.stride(1),
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_offset // key_cache.element_size(),
+        block_table.stride(0),
+        ancestors.stride(0),
+        ancestors.stride(1),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        HEAD_PAD=head_pad,
+        BLOCK_SIZE=block_size,
+        WORDS=ancestors.shape[2],
+        WINDOW=max(sliding_window, 0),
+        USE_SOFTCAP=softcap > 0,
+        USE_SINKS=sinks is not None,
+        KV_FP8=fp8,
+        USE_SCALES=scaled,
+        PRECISION="ieee" if full_precision else "tf32",
+        LAUNCH_PDL=launch_pdl,
+        BLOCK_M=tile.block_m,
+        TAIL_M=tile.tail_m,
+        BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if plan.num_splits == 1:
+        return out
+    splits_pad = next_power_of_2(plan.num_splits)
+    block_r = max(1, min(8, _REDUCE_ELEMENTS // (splits_pad * head_pad)))
+    options = {"launch_pdl": True} if launch_pdl else {}
+    reduce_splits_kernel[(cdiv(rows, block_r), num_kv_heads, num_reqs)](
+        out,
+        partial,
+        lse,
+        seq_lens,
+        query_start_loc,
+        sinks if sinks is not None else query,
+        plan.num_splits,
+        *plan_args,
+        out.stride(0),
+        out.stride(1),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        HEAD_PAD=head_pad,
+        WINDOW=max(sliding_window, 0),
+        USE_SINKS=sinks is not None,
+        LAUNCH_PDL=launch_pdl,
+        BLOCK_N=tile.block_n,
+        BLOCK_R=block_r,
+        SPLITS_PAD=splits_pad,
+        num_warps=4,
+        **options,
+    )
+    return out
