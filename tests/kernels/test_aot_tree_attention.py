@@ -6,6 +6,7 @@ As a script it prints the whole table as markdown::
     python tests/kernels/test_aot_tree_attention.py [arch ...]
 """
 
+import itertools
 import json
 import os
 import re
@@ -39,26 +40,23 @@ def some_entries():
 
 
 def all_entries():
-    """Every tile of the table with every tail, bf16 and fp8 caches."""
+    """Every tile of the table with two tails, and the fp8 and reduction kernels."""
     from vllm_dflash_kernels.tree_attention.tiles import HEAD_SIZES, TILE_TABLE
 
     entries = []
-    for arch, kb in ARCHITECTURES.items():
-        for head_size in HEAD_SIZES:
-            head_pad = 1 << (head_size - 1).bit_length()
-            for _, tile in TILE_TABLE[head_pad, kb]:
-                rests = [0, 16, 32, 64] if head_size in (64, 128, 256) else [0]
-                for rest in (r for r in rests if r < tile.block_m):
-                    rows = tile.block_m + rest
-                    # A row count that selects this very tile.
-                    if rest and rows <= TILE_TABLE[head_pad, kb][-2][0]:
-                        continue
-                    rows = rows if rest else tile.block_m
-                    entries.append(entry(arch, head_size, rows))
-            entries.append(entry(arch, head_size, 132, kv="u8"))
-            entries.append(
-                entry(arch, head_size, 1, reduce=True, launch_pdl=arch >= 90)
-            )
+    for (arch, kb), head_size in itertools.product(ARCHITECTURES.items(), HEAD_SIZES):
+        head_pad = 1 << (head_size - 1).bit_length()
+        tiles = [tile.block_m for _, tile in TILE_TABLE[head_pad, kb]]
+        largest = tiles[-1]
+        if head_size != head_pad:
+            # The same tiles with masked columns: one is enough.
+            entries.append(entry(arch, head_size, largest + 16))
+            continue
+        entries += [entry(arch, head_size, rows) for rows in tiles]
+        tails = (t for t in (16, 64) if t < largest)
+        entries += [entry(arch, head_size, 2 * largest + tail) for tail in tails]
+        entries.append(entry(arch, head_size, largest + 16, kv="u8"))
+        entries.append(entry(arch, head_size, 1, reduce=True, launch_pdl=arch >= 90))
     return entries
 
 

@@ -22,6 +22,7 @@ from vllm_dflash.config import DDTreeConfig, get_ddtree_config
 from vllm_dflash.runner.path_batch import PathBatchMaker
 from vllm_dflash.runner.runtime import TreeRuntime
 from vllm_dflash.tree.builder import TreeBuilder
+from vllm_dflash_kernels.gather_rows import gather_rows
 
 def draft_vllm_config(vllm_config: VllmConfig, depth: int) -> VllmConfig:
     """A copy of the engine's config for the draft: K drafts, no width schedule."""
@@ -134,7 +135,7 @@ class DDTreeSpeculator(DFlashSpeculator):
                 num_rejected,
             )
             if aux_hidden_states:
-                aux_hidden_states = [aux[rows] for aux in aux_hidden_states]
+                aux_hidden_states = [gather_rows(aux_hidden_states, rows)]
             else:
                 last_hidden_states = last_hidden_states[rows]
         super().propose(

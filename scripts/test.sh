@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Set up, lint, and run the tests that need neither a GPU nor minutes.
+# Arguments go to pytest, after the markers: `bash scripts/test.sh -m slow` runs others.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+exec .venv/bin/pytest -m "not gpu and not slow" "$@"

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `ddtree` option of `speculative_config`: parse, validate, freeze.
+
+Travels to the workers as a plain dict in `vllm_config.additional_config["ddtree"]`,
+because vLLM's own config classes refuse new fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OPTION_KEY = "ddtree"
+
+DEFAULT_BUDGET = 48
+DEFAULT_BUDGET_CPU = 16
+MAX_BUDGET = 255
+DEFAULT_MAX_CHILDREN = 8
+MAX_MAX_CHILDREN = 32
+
+OPTION_NAMES = (
+    "budget",
+    "budget_per_batch_size",
+    "max_children",
+    "scale_by_temperature",
+)
+_EXAMPLE = '"ddtree": {"budget": 48}'
+
+BudgetSchedule = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class DDTreeConfig:
+    """What one engine's trees look like.
+
+    Attributes:
+        budget: Nodes of a tree, root excluded; what vLLM is told as
+            `num_speculative_tokens`.
+        depth: Draft depth, the mask tokens of the DFlash block.
+        max_children: Candidates per depth.
+        scale_by_temperature: Whether the tree scores of a request at T > 0 are
+            log-probabilities at that temperature.
+        budget_per_batch_size: `(first, last, nodes)` of inclusive ranges of the number
+            of running requests, contiguous from 1; None is `budget` everywhere.
+        demanded: The user typed `ddtree`: refuse instead of serving a chain.
+    """
+
+    budget: int
+    depth: int
+    max_children: int = DEFAULT_MAX_CHILDREN
+    scale_by_temperature: bool = True
+    budget_per_batch_size: BudgetSchedule | None = None
+    demanded: bool = False
+
+    @property
+    def width(self) -> int:
+        """Rows of one verify: the root and its nodes."""
+        return self.budget + 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Every verify width in use, ascending."""
+        if self.budget_per_batch_size is None:
+            return (self.width,)
+        return tuple(sorted({nodes + 1 for _, _, nodes in self.budget_per_batch_size}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-like values, for `additional_config`."""
+        values = dataclasses.asdict(self)
+        if self.budget_per_batch_size is not None:
+            values["budget_per_batch_size"] = [
+                list(entry) for entry in self.budget_per_batch_size
+            ]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DDTreeConfig:
+        """Restore what `to_dict` returned."""
+        schedule = values["budget_per_batch_size"]
+        if schedule is not None:
+            schedule = tuple((first, last, nodes) for first, last, nodes in schedule)
+        return cls(**{**values, "budget_per_batch_size": schedule})
+
+
+def get_ddtree_config(vllm_config: VllmConfig) -> DDTreeConfig | None:
+    """Return the tree options of an engine; None is vLLM's own behaviour."""
+    speculative_config = vllm_config.speculative_config
+    if speculative_config is None or speculative_config.method != "dflash":
+        return None
+    additional_config = vllm_config.additional_config
+    if not isinstance(additional_config, dict):
+        return None
+    values = additional_config.get(OPTION_KEY)
+    return None if values is None else DDTreeConfig.from_dict(values)
+
+
+def parse_ddtree_option(
+    value: Any,
+    *,
+    num_speculative_tokens: int | None,
+    block_size: int | None,
+    is_cpu: bool,
+) -> DDTreeConfig | None:
+    """Turn the value of the key `ddtree` into options.
+
+    Args:
+        value: None (key absent), a bool or a dict.
+        num_speculative_tokens: The user's draft depth; None is the draft's largest.
+        block_size: The draft checkpoint's block size; None if it names none.
+        is_cpu: Whether the CPU's default budget applies.
+
+    Returns:
+        The options, or None if the user has switched trees off.
+
+    Raises:
+        ValueError: A key, type or range is wrong, or the draft can't have that depth.
+    """
+    if value is False:
+        return None
+    if value is None or value is True:
+        options: dict[str, Any] = {}
+    elif isinstance(value, dict):
+        options = value
+    else:
+        raise _error(
+            f"ddtree is neither a switch nor a set of options (got {value!r})",
+            "true, false and an object are allowed",
+            _EXAMPLE,
+        )
+    unknown = sorted(str(key) for key in options if key not in OPTION_NAMES)
+    if unknown:
+        raise _error(
+            f"ddtree has no option {', '.join(unknown)} (got {options!r})",
+            f"The options are {', '.join(OPTION_NAMES)}",
+            _EXAMPLE,
+        )
+
+    depth = resolve_depth(num_speculative_tokens, block_size)
+    default_budget = max(DEFAULT_BUDGET_CPU if is_cpu else DEFAULT_BUDGET, depth)
+    budget = _int_in_range(
+        options, "budget", default_budget, depth, MAX_BUDGET, floor_is_depth=True
+    )
+    max_children = _int_in_range(
+        options, "max_children", DEFAULT_MAX_CHILDREN, 1, MAX_MAX_CHILDREN
+    )
+    scale = options.get("scale_by_temperature", True)
+    if not isinstance(scale, bool):
+        raise _error(
+            f"ddtree.scale_by_temperature is not a switch (got {scale!r})",
+            "true and false are allowed",
+            '"ddtree": {"scale_by_temperature": true}',
+        )
+    return DDTreeConfig(
+        budget=budget,
+        depth=depth,
+        max_children=max_children,
+        scale_by_temperature=scale,
+        budget_per_batch_size=_parse_schedule(
+            options.get("budget_per_batch_size"), depth, budget
+        ),
+        demanded=value is not None,
+    )
+
+
+def resolve_depth(num_speculative_tokens: int | None, block_size: int | None) -> int:
+    """Return the draft depth `K`.
+
+    Raises:
+        ValueError: The draft checkpoint can't draft that many tokens.
+    """
+    if block_size is not None and block_size < 2:
+        raise _error(
+            f"the draft has no mask token to draft with (got block_size {block_size})",
+            "A DFlash draft has a block_size of at least 2",
+            '"model": with another draft',
+        )
+    if num_speculative_tokens is None:
+        if block_size is None:
+            raise _error(
+                "the draft checkpoint names no block_size (got none)",
+                "Without it num_speculative_tokens, the draft depth, has no default",
+                '"num_speculative_tokens": 15',
+            )
+        return block_size - 1
+    limit = MAX_BUDGET if block_size is None else min(block_size - 1, MAX_BUDGET)
+    if not _is_int(num_speculative_tokens) or not 1 <= num_speculative_tokens <= limit:
+        named = f", for the draft's block_size {block_size}" if block_size else ""
+        raise _error(
+            "num_speculative_tokens is not a depth this draft can reach "
+            f"(got {num_speculative_tokens!r})",
+            f"1 to {limit} is allowed{named}",
+            f'"num_speculative_tokens": {limit}',
+        )
+    return num_speculative_tokens
+
+
+def _int_in_range(
+    options: dict[str, Any],
+    name: str,
+    default: int,
+    low: int,
+    high: int,
+    floor_is_depth: bool = False,
+) -> int:
+    value = options.get(name, default)
+    if not _is_int(value) or not low <= value <= high:
+        reason = (
+            ", at least one node for each of the num_speculative_tokens"
+            if floor_is_depth
+            else ""
+        )
+        raise _error(
+            f"ddtree.{name} is out of range (got {value!r})",
+            f"{low} to {high} is allowed{reason}",
+            f'"ddtree": {{"{name}": {default}}}',
+        )
+    return value
+
+
+def _parse_schedule(value: Any, depth: int, budget: int) -> BudgetSchedule | None:
+    if value is None:
+        return None
+    example = (
+        f'"ddtree": {{"budget": {budget}, "budget_per_batch_size": '
+        f"[[1, 8, {budget}], [9, 256, {depth}]]}}"
+    )
+    if not isinstance(value, list | tuple) or not value:
+        raise _error(
+            f"ddtree.budget_per_batch_size is not a list of ranges (got {value!r})",
+            "A list of [first, last, nodes] is allowed",
+            example,
+        )
+    schedule = []
+    next_first = 1
+    for entry in value:
+        if (
+            not isinstance(entry, list | tuple)
+            or len(entry) != 3
+            or not all(_is_int(item) for item in entry)
+        ):
+            raise _error(
+                f"ddtree.budget_per_batch_size has a wrong entry (got {entry!r})",
+                "Each entry is [first, last, nodes], three integers",
+                example,
+            )
+        first, last, nodes = entry
+        if first != next_first or last < first:
+            raise _error(
+                "ddtree.budget_per_batch_size has a gap, an overlap or an empty range "
+                f"(got {entry!r}, expected a range that starts at {next_first})",
+                "Ranges start at 1 and each continues the one before",
+                example,
+            )
+        if nodes != 0 and not depth <= nodes <= budget:
+            raise _error(
+                "ddtree.budget_per_batch_size has a number of nodes out of range "
+                f"(got {entry!r})",
+                f"0 (no draft) and {depth} (num_speculative_tokens) to {budget} "
+                "(budget) are allowed",
+                example,
+            )
+        schedule.append((first, last, nodes))
+        next_first = last + 1
+    if all(nodes == 0 for _, _, nodes in schedule):
+        raise _error(
+            f"ddtree.budget_per_batch_size never drafts (got {value!r})",
+            "At least one range needs nodes",
+            example,
+        )
+    return tuple(schedule)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _error(wrong: str, allowed: str, way_out: str) -> ValueError:
+    return ValueError(f"{wrong}. {allowed}. Type {way_out}.")

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every environment variable of the plugin, read when it is used.
+
+A user's wishes go into `speculative_config`; these switches are for the CPU set-up
+and for debugging.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+def _read_bool(name: str) -> bool:
+    raw = os.environ.get(name, "")
+    value = raw.strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ValueError(
+        f"{name} is not a switch (got {raw!r}). Allowed are 0 and 1. "
+        f"Type {name}=1 to turn it on."
+    )
+
+
+environment_variables: dict[str, Callable[[], Any]] = {
+    # Serve on the CPU: run vLLM's Model Runner V2 through Triton's interpreter.
+    # Makes V2 the default of every model in that environment.
+    "VLLM_DFLASH_CPU": lambda: _read_bool("VLLM_DFLASH_CPU"),
+    # Where the demo keeps its downloaded model and its logs; None is the default.
+    "VLLM_DFLASH_CACHE": lambda: os.environ.get("VLLM_DFLASH_CACHE") or None,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in environment_variables:
+        return environment_variables[name]()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(environment_variables)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA-graph sizes of an engine with trees.
+
+vLLM captures batches of up to 512 tokens by default, which is ten requests of a tree
+of 48 nodes. Each captured size is also a target that mixed batches are padded to, so
+the sizes added here are few and stop where graphs no longer pay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_dflash.config import DDTreeConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Past this a forward takes longer than its launches, and padding costs more than it
+# saves. A number of requests that the user named is covered whatever its size.
+MAX_DEFAULT_GRAPH_TOKENS = 2048
+
+
+def cover_verify_widths(
+    config: VllmConfig, tree: DDTreeConfig, *, user_sizes: bool, user_max_num_seqs: bool
+) -> None:
+    """Add capture sizes in place so that verify batches replay FULL graphs.
+
+    Args:
+        config: The finished config of the engine.
+        tree: Its trees.
+        user_sizes: The user has named capture sizes, which stay as they are.
+        user_max_num_seqs: The user has named the number of requests.
+    """
+    compilation = config.compilation_config
+    sizes = compilation.cudagraph_capture_sizes
+    if user_sizes or not sizes or not compilation.cudagraph_mode.has_full_cudagraphs():
+        return
+    added = verify_sizes(
+        tree,
+        config.scheduler_config.max_num_seqs,
+        config.scheduler_config.max_num_batched_tokens,
+        None if user_max_num_seqs else MAX_DEFAULT_GRAPH_TOKENS,
+    )
+    compilation.cudagraph_capture_sizes = sorted({*sizes, *added})
+    compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+
+
+def verify_sizes(
+    tree: DDTreeConfig,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_graph_tokens: int | None,
+) -> list[int]:
+    """Return the token counts of verify batches worth a graph, ascending."""
+    tiers = tree.budget_per_batch_size or ((1, max_num_seqs, tree.budget),)
+    sizes = set()
+    for index, (first, last, nodes) in enumerate(tiers):
+        width = nodes + 1
+        if nodes == 0:
+            continue
+        if index == len(tiers) - 1:
+            # vLLM carries the last range on to the largest batch.
+            last = max(last, max_num_seqs)
+        # The scheduler reserves the largest budget beside the rows of a request.
+        last = min(last, max_num_seqs, max_num_batched_tokens // (width + tree.budget))
+        if max_graph_tokens is not None:
+            last = min(last, max_graph_tokens // width)
+        sizes |= {count * width for count in _request_counts(first, last)}
+    return sorted(sizes)
+
+
+def _request_counts(first: int, last: int) -> list[int]:
+    """Return batch sizes from `first` to `last`, at most a quarter apart."""
+    counts = []
+    count = first
+    while count < last:
+        counts.append(count)
+        count += max(1, (1 << (count.bit_length() - 1)) // 4)
+    return [*counts, last] if last >= first else []

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger: everything of vLLM that this plugin replaces, one vLLM module a file.
+
+A patch is applied by name, when its feature is about to be used, and never twice. A
+symbol that has moved is an error of that moment, so an engine that uses nothing of
+ours is never disturbed by it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_MARK = "__vllm_dflash_patch__"
+
+
+class PatchError(RuntimeError):
+    """vLLM does not have the symbol that a patch replaces, or has it twice."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced symbol of vLLM.
+
+    Attributes:
+        name: What the rest of the plugin calls it.
+        target: `module:attribute` or `module:Class.attribute`.
+        what: What the symbol does in vLLM.
+        why: What it can't do for us.
+        how: What the replacement does.
+        upstream: The hook or fix in vLLM that would make the patch needless.
+        remove_when: The test of that day.
+        make: `module:function` that gets the original and returns the replacement.
+        importers: Modules that bind the symbol by value; rebound if already imported.
+    """
+
+    name: str
+    target: str
+    what: str
+    why: str
+    how: str
+    upstream: str
+    remove_when: str
+    make: str
+    importers: tuple[str, ...] = ()
+
+
+LEDGER: tuple[Patch, ...] = (
+    Patch(
+        name="create_speculative_config",
+        target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+        what="Builds SpeculativeConfig from the user's speculative_config dict.",
+        why="SpeculativeConfig refuses unknown keys, so the options of a tree have no "
+        "place, and vLLM must be told the nodes of a tree where the user says depth.",
+        how="Takes the key ddtree out, lets vLLM build its config, then sets "
+        "num_speculative_tokens to the budget and keeps the options in "
+        "additional_config. Other methods fall through.",
+        upstream="A dict for plugins in SpeculativeConfig.",
+        remove_when="SpeculativeConfig carries keys of plugins to the workers.",
+        make="vllm_dflash.patches.arg_utils:wrap_create_speculative_config",
+    ),
+    Patch(
+        name="create_engine_config",
+        target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        what="Builds the VllmConfig of an engine in the front-end process.",
+        why="Whether a tree can be served depends on the whole config, and must be "
+        "known before a worker is started.",
+        how="Checks the finished config against the support table: a demanded tree is "
+        "refused, another one gives way to vLLM's chain. Adds the capture sizes of "
+        "verify graphs. Engines without a tree get vLLM's config unchanged.",
+        upstream="A validation hook for plugins after VllmConfig is built.",
+        remove_when="vLLM calls plugins with the finished VllmConfig.",
+        make="vllm_dflash.patches.arg_utils:wrap_create_engine_config",
+    ),
+    Patch(
+        name="init_speculator",
+        target="vllm.v1.worker.gpu.spec_decode:init_speculator",
+        what="Chooses the speculator class of Model Runner V2 by method.",
+        why="An if/elif over vLLM's own methods without a registry.",
+        how="An engine with a tree gets the tree's speculator; others fall through.",
+        upstream="A registry of V2 speculators.",
+        remove_when="V2 speculators can be registered by method.",
+        make="vllm_dflash.patches.spec_decode:wrap_init_speculator",
+        importers=("vllm.v1.worker.gpu.model_runner",),
+    ),
+    Patch(
+        name="resolve_model_state_cls",
+        target="vllm.v1.worker.gpu.model_states:resolve_model_state_cls",
+        what="Chooses the ModelState class of the target model.",
+        why="Only a model class can name its own ModelState, a plugin can't.",
+        how="Subclasses the class that vLLM chose, for engines with a tree only.",
+        upstream="ModelState mix-ins for speculators.",
+        remove_when="A speculator can bring hooks of ModelState with it.",
+        make="vllm_dflash.patches.model_states:wrap_resolve_model_state_cls",
+    ),
+    Patch(
+        name="normalize_context_k",
+        target="vllm.model_executor.models.qwen3_dflash:"
+        "DFlashQwen3Model._normalize_context_k",
+        what="Normalises the context keys of all draft layers in one call.",
+        why="vLLM's CPU rms_norm reads only the first row of a 2-D weight, so every "
+        "layer gets layer 0's weight and the draft is accepted less.",
+        how="One rms_norm a layer, on the CPU only.",
+        upstream="A CPU rms_norm that selects the weight by the outermost index.",
+        remove_when="tests/compat/test_patches.py finds vLLM's CPU result right.",
+        make="vllm_dflash.patches.qwen3_dflash:make_normalize_context_k",
+    ),
+    Patch(
+        name="environment_variables",
+        target="vllm.envs:environment_variables",
+        what="The table of VLLM_* variables that vLLM knows.",
+        why="vLLM warns about others, or refuses to start if told to.",
+        how="Adds our variables, if any is set.",
+        upstream="A registry of the variables of plugins.",
+        remove_when="vLLM ignores the variables of its plugins.",
+        make="vllm_dflash.patches.environment:extend_environment_variables",
+    ),
+)
+
+_BY_NAME = {patch.name: patch for patch in LEDGER}
+_originals: dict[str, Any] = {}
+
+
+def apply(name: str) -> None:
+    """Install one patch of the ledger; a second call does nothing.
+
+    Raises:
+        PatchError: vLLM has no such symbol, or another copy has patched it.
+    """
+    patch = _BY_NAME[name]
+    owner, attribute = resolve_target(patch.target)
+    current = vars(owner)[attribute]
+    mark = getattr(current, _MARK, None)
+    if name in _originals and mark == name:
+        _rebind(patch, _originals[name], current)
+        return
+    if mark is not None:
+        raise PatchError(
+            f"{patch.target} carries the patch {mark} of another vllm_dflash. "
+            "Uninstall one of the two copies"
+        )
+    replacement = _load(patch.make)(current)
+    setattr(replacement, _MARK, name)
+    setattr(owner, attribute, replacement)
+    _originals[name] = current
+    _rebind(patch, current, replacement)
+
+
+def is_applied(name: str) -> bool:
+    """Whether the patch is in place in this process."""
+    return name in _originals
+
+
+def original(name: str) -> Any:
+    """Return vLLM's own symbol of an applied patch."""
+    return _originals[name]
+
+
+def resolve_target(target: str) -> tuple[Any, str]:
+    """Return the object that holds a patched symbol, and the symbol's name.
+
+    Raises:
+        PatchError: The module, the class or the symbol does not exist.
+    """
+    module_name, _, path = target.partition(":")
+    *owners, attribute = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module_name)
+        for part in owners:
+            owner = getattr(owner, part)
+    except (ImportError, AttributeError) as error:
+        raise PatchError(_moved(target)) from error
+    if attribute not in vars(owner):
+        raise PatchError(_moved(target))
+    return owner, attribute
+
+
+def _rebind(patch: Patch, before: Any, after: Any) -> None:
+    for module_name in patch.importers:
+        module = sys.modules.get(module_name)
+        attribute = patch.target.rpartition(":")[2]
+        if module is not None and getattr(module, attribute, None) is before:
+            setattr(module, attribute, after)
+
+
+def _load(path: str) -> Callable[[Any], Any]:
+    module_name, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module_name), attribute)
+
+
+def _moved(target: str) -> str:
+    return (
+        f"vLLM has no {target}, which vllm-dflash replaces. vllm-dflash supports vLLM "
+        "0.32; install that version, or switch trees off with "
+        '"ddtree": false in speculative_config'
+    )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How to find in an engine's config what a tree does not work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_dflash.config import DDTreeConfig, get_ddtree_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+TREE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+_CPU_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+TREE_DRAFT = "DFlashDraftModel"
+
+# Returns what was found, as the user would type it; None if the row does not apply.
+Check = Callable[["VllmConfig"], str | None]
+
+
+def find_flag(section: str, field: str) -> Check:
+    """Find a switch that is on, or an optional section that is present."""
+
+    def check(config: VllmConfig) -> str | None:
+        value = getattr(getattr(config, section, None), field, None)
+        return f"{field}={value}" if value else None
+
+    return check
+
+
+def find_section(name: str) -> Check:
+    return lambda config: name if getattr(config, name, None) is not None else None
+
+
+def find_more_than_one(field: str) -> Check:
+    def check(config: VllmConfig) -> str | None:
+        value = getattr(config.parallel_config, field)
+        return f"{field}={value}" if value > 1 else None
+
+    return check
+
+
+def find_other_than(field: str, allowed: str) -> Check:
+    def check(config: VllmConfig) -> str | None:
+        value = getattr(config.speculative_config, field)
+        return None if value == allowed else f"{field}={value}"
+
+    return check
+
+
+def find_model(*fields: str) -> Check:
+    def check(config: VllmConfig) -> str | None:
+        model = config.model_config
+        if any(getattr(model, field) for field in fields):
+            return ", ".join(model.architectures)
+        return None
+
+    return check
+
+
+def find_other_vllm(config: VllmConfig) -> str | None:
+    import vllm
+
+    version = vllm.__version__
+    return None if version.split(".")[:2] == ["0", "32"] else f"vLLM {version}"
+
+
+def find_other_device(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda() or current_platform.is_cpu():
+        return None
+    return current_platform.device_name
+
+
+def find_runner_v1(config: VllmConfig) -> str | None:
+    return None if config.use_v2_model_runner else "Model Runner V1"
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def find_other_task(config: VllmConfig) -> str | None:
+    runner_type = config.model_config.runner_type
+    return None if runner_type == "generate" else f"runner {runner_type}"
+
+
+def find_other_draft(config: VllmConfig) -> str | None:
+    architectures = config.speculative_config.draft_model_config.architectures
+    return None if TREE_DRAFT in architectures else ", ".join(architectures)
+
+
+def find_anchor(config: VllmConfig) -> str | None:
+    hf_config = config.speculative_config.draft_model_config.hf_config
+    options: Any = getattr(hf_config, "dflash_config", None) or {}
+    return "sample_from_anchor=true" if options.get("sample_from_anchor") else None
+
+
+def find_other_backend(config: VllmConfig) -> str | None:
+    attention_config = config.attention_config
+    if attention_config.backend_per_kind:
+        return f"backend_per_kind={attention_config.backend_per_kind}"
+    backend = attention_config.backend
+    if backend is None or backend.name in TREE_BACKENDS:
+        return None
+    return backend.name
+
+
+def find_other_cache_dtype(config: VllmConfig) -> str | None:
+    dtype = config.cache_config.cache_dtype
+    allowed = _CPU_CACHE_DTYPES if _is_cpu() else _CACHE_DTYPES
+    return None if dtype in allowed else f"--kv-cache-dtype {dtype}"
+
+
+def find_logits_processors(config: VllmConfig) -> str | None:
+    from importlib.metadata import entry_points
+
+    processors = config.model_config.logits_processors
+    if processors:
+        return f"--logits-processors {processors}"
+    installed = entry_points(group="vllm.logits_processors")
+    names = ", ".join(point.name for point in installed)
+    return f"installed plugins {names}" if names else None
+
+
+def tokens_reserved(tree: DDTreeConfig) -> int:
+    """Return how much of a step vLLM reserves for one request.
+
+    The rows of the verify, and again as many slots as there are nodes for the draft.
+    """
+    return tree.width + tree.budget
+
+
+def find_small_step(config: VllmConfig) -> str | None:
+    tree = get_ddtree_config(config)
+    step = config.scheduler_config.max_num_batched_tokens
+    if tree is None or step >= tokens_reserved(tree):
+        return None
+    return (
+        f"--max-num-batched-tokens {step} and a budget of {tree.budget}, which needs "
+        f"{tokens_reserved(tree)}"
+    )
