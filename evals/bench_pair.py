@@ -7,6 +7,11 @@ Answers the held-out prompts through ``LLM.chat`` with vLLM's defaults, each eng
 a process of its own, all started together and measured one after another. Prints
 tokens per second, acceptance length, and how many answers equal those without
 speculation of the same run.
+
+In bf16 two kernels round differently, so an answer may leave the other at a near tie:
+for each differing answer the gap between the best two log-probabilities at the first
+differing token is looked up in a run without speculation, and the largest is printed.
+Under sampling a difference is as harmless (the noise decides) but has no such gap.
 """
 
 import argparse
@@ -83,6 +88,18 @@ def run_engine(args: argparse.Namespace) -> None:
         drafts, accepted = (a - b for a, b in zip(counters(), before, strict=True))
         return tokens, seconds, 1 + accepted / drafts if drafts else None
 
+    def top_two_gaps(messages: list[Any]) -> tuple[list[Any], list[list[float]]]:
+        params = SamplingParams(temperature=0, max_tokens=args.max_tokens, logprobs=2)
+        outputs = llm.chat(messages, params, use_tqdm=False)
+        gaps = []
+        for output in outputs:
+            best = [
+                sorted((v.logprob for v in step.values()), reverse=True)[:2]
+                for step in output.outputs[0].logprobs
+            ]
+            gaps.append([round(b[0] - b[1], 4) for b in best])
+        return [list(o.outputs[0].token_ids) for o in outputs], gaps
+
     announce_ready()
     for level in levels:
         answer(level, chats[:level], 0.0, 24)
@@ -107,14 +124,38 @@ def run_engine(args: argparse.Namespace) -> None:
                     tokens=tokens,
                 )
             )
+    if args.engine == "none":
+        tokens, gaps = top_two_gaps(chats)
+        report(dict(engine="gaps", tokens=tokens, gaps=gaps))
     announce_done()
+
+
+def divergence_gaps(
+    answers: list[list[int]], base: list[list[int]], reference: dict[str, Any]
+) -> list[float]:
+    """Gap of the best two tokens where each differing answer leaves ``base``."""
+    found = []
+    known = zip(reference["tokens"], reference["gaps"], strict=True)
+    for ours, theirs, (tokens, gaps) in zip(answers, base, known, strict=False):
+        if ours == theirs:
+            continue
+        pairs = zip(ours, theirs, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if shared is None:
+            shared = min(len(ours), len(theirs))
+        if shared < len(gaps) and tokens[:shared] == theirs[:shared]:
+            found.append(gaps[shared])
+    return found
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """One line a setting, ratios within the run."""
+    reference = next((r for r in rows if r["engine"] == "gaps"), None)
+    rows = [r for r in rows if r["engine"] != "gaps"]
     found = {(r["engine"], r["temperature"], r["concurrency"]): r for r in rows}
     print("\n| engine | T | concurrency | tokens/s | to chain | to none | ", end="")
-    print("acceptance length | answers equal |\n|---|---|---|---|---|---|---|---|")
+    print("acceptance length | answers equal | largest gap at a difference |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for (engine, temperature, level), row in found.items():
         none = found.get(("none", temperature, level))
         chain = found.get(("chain", temperature, level))
@@ -129,6 +170,10 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             cells.append(f"{sum(a == b for a, b in pairs)}/{len(pairs)}")
         else:
             cells.append("-")
+        gaps = []
+        if none and reference and temperature == 0:
+            gaps = divergence_gaps(row["tokens"], none["tokens"], reference)
+        cells.append(f"{max(gaps):.3f} ({len(gaps)})" if gaps else "-")
         print(f"| {engine} | {temperature} | {level} | " + " | ".join(cells) + " |")
 
 

@@ -27,13 +27,15 @@ WARMUP_STEPS = 8
 
 
 def speculative_config(kind: str, draft: str) -> dict[str, Any] | None:
-    """``none``, ``chain`` or a budget in nodes."""
+    """``none``, ``chain``, ``auto`` (a tree as it comes) or a fixed budget in nodes."""
     if kind == "none":
         return None
     config: dict[str, Any] = dict(
         method="dflash", model=draft, num_speculative_tokens=15
     )
-    config["ddtree"] = False if kind == "chain" else {"budget": int(kind)}
+    config["ddtree"] = {"chain": False, "auto": True}.get(kind)
+    if config["ddtree"] is None:
+        config["ddtree"] = {"budget": int(kind), "budget_per_batch_size": "fixed"}
     return config
 
 
@@ -60,10 +62,11 @@ def run_engine(args: argparse.Namespace) -> None:
     config = speculative_config(args.engine, args.draft)
     if config is not None:
         kwargs["speculative_config"] = config
-    width = {"none": 1, "chain": 16}.get(args.engine) or int(args.engine) + 1
-    kwargs["compilation_config"] = {
-        "cudagraph_capture_sizes": sorted(b * width for b in batches)
-    }
+    if args.engine != "auto":
+        width = {"none": 1, "chain": 16}.get(args.engine) or int(args.engine) + 1
+        kwargs["compilation_config"] = {
+            "cudagraph_capture_sizes": sorted(b * width for b in batches)
+        }
     engine = LLM(**kwargs).llm_engine
     announce_ready()
     rng = random.Random(1)

@@ -11,12 +11,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_dflash.errors import option_error
+from vllm_dflash.schedule import BudgetSchedule, parse_schedule
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTION_KEY = "ddtree"
 
-DEFAULT_BUDGET = 48
+# With the root 48 rows: whole tiles of the matrix units, at any batch size.
+DEFAULT_BUDGET = 47
 DEFAULT_BUDGET_CPU = 16
 MAX_BUDGET = 255
 DEFAULT_MAX_CHILDREN = 8
@@ -28,9 +32,7 @@ OPTION_NAMES = (
     "max_children",
     "scale_by_temperature",
 )
-_EXAMPLE = '"ddtree": {"budget": 48}'
-
-BudgetSchedule = tuple[tuple[int, int, int], ...]
+_EXAMPLE = '"ddtree": {"budget": 47}'
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,14 @@ def parse_ddtree_option(
     elif isinstance(value, dict):
         options = value
     else:
-        raise _error(
+        raise option_error(
             f"ddtree is neither a switch nor a set of options (got {value!r})",
             "true, false and an object are allowed",
             _EXAMPLE,
         )
     unknown = sorted(str(key) for key in options if key not in OPTION_NAMES)
     if unknown:
-        raise _error(
+        raise option_error(
             f"ddtree has no option {', '.join(unknown)} (got {options!r})",
             f"The options are {', '.join(OPTION_NAMES)}",
             _EXAMPLE,
@@ -149,7 +151,7 @@ def parse_ddtree_option(
     )
     scale = options.get("scale_by_temperature", True)
     if not isinstance(scale, bool):
-        raise _error(
+        raise option_error(
             f"ddtree.scale_by_temperature is not a switch (got {scale!r})",
             "true and false are allowed",
             '"ddtree": {"scale_by_temperature": true}',
@@ -159,8 +161,8 @@ def parse_ddtree_option(
         depth=depth,
         max_children=max_children,
         scale_by_temperature=scale,
-        budget_per_batch_size=_parse_schedule(
-            options.get("budget_per_batch_size"), depth, budget
+        budget_per_batch_size=parse_schedule(
+            options.get("budget_per_batch_size"), budget, is_cpu=is_cpu
         ),
         demanded=value is not None,
     )
@@ -173,14 +175,14 @@ def resolve_depth(num_speculative_tokens: int | None, block_size: int | None) ->
         ValueError: The draft checkpoint can't draft that many tokens.
     """
     if block_size is not None and block_size < 2:
-        raise _error(
+        raise option_error(
             f"the draft has no mask token to draft with (got block_size {block_size})",
             "A DFlash draft has a block_size of at least 2",
             '"model": with another draft',
         )
     if num_speculative_tokens is None:
         if block_size is None:
-            raise _error(
+            raise option_error(
                 "the draft checkpoint names no block_size (got none)",
                 "Without it num_speculative_tokens, the draft depth, has no default",
                 '"num_speculative_tokens": 15',
@@ -189,7 +191,7 @@ def resolve_depth(num_speculative_tokens: int | None, block_size: int | None) ->
     limit = MAX_BUDGET if block_size is None else min(block_size - 1, MAX_BUDGET)
     if not _is_int(num_speculative_tokens) or not 1 <= num_speculative_tokens <= limit:
         named = f", for the draft's block_size {block_size}" if block_size else ""
-        raise _error(
+        raise option_error(
             "num_speculative_tokens is not a depth this draft can reach "
             f"(got {num_speculative_tokens!r})",
             f"1 to {limit} is allowed{named}",
@@ -213,7 +215,7 @@ def _int_in_range(
             if floor_is_depth
             else ""
         )
-        raise _error(
+        raise option_error(
             f"ddtree.{name} is out of range (got {value!r})",
             f"{low} to {high} is allowed{reason}",
             f'"ddtree": {{"{name}": {default}}}',
@@ -221,62 +223,5 @@ def _int_in_range(
     return value
 
 
-def _parse_schedule(value: Any, depth: int, budget: int) -> BudgetSchedule | None:
-    if value is None:
-        return None
-    example = (
-        f'"ddtree": {{"budget": {budget}, "budget_per_batch_size": '
-        f"[[1, 8, {budget}], [9, 256, {depth}]]}}"
-    )
-    if not isinstance(value, list | tuple) or not value:
-        raise _error(
-            f"ddtree.budget_per_batch_size is not a list of ranges (got {value!r})",
-            "A list of [first, last, nodes] is allowed",
-            example,
-        )
-    schedule = []
-    next_first = 1
-    for entry in value:
-        if (
-            not isinstance(entry, list | tuple)
-            or len(entry) != 3
-            or not all(_is_int(item) for item in entry)
-        ):
-            raise _error(
-                f"ddtree.budget_per_batch_size has a wrong entry (got {entry!r})",
-                "Each entry is [first, last, nodes], three integers",
-                example,
-            )
-        first, last, nodes = entry
-        if first != next_first or last < first:
-            raise _error(
-                "ddtree.budget_per_batch_size has a gap, an overlap or an empty range "
-                f"(got {entry!r}, expected a range that starts at {next_first})",
-                "Ranges start at 1 and each continues the one before",
-                example,
-            )
-        if nodes != 0 and not depth <= nodes <= budget:
-            raise _error(
-                "ddtree.budget_per_batch_size has a number of nodes out of range "
-                f"(got {entry!r})",
-                f"0 (no draft) and {depth} (num_speculative_tokens) to {budget} "
-                "(budget) are allowed",
-                example,
-            )
-        schedule.append((first, last, nodes))
-        next_first = last + 1
-    if all(nodes == 0 for _, _, nodes in schedule):
-        raise _error(
-            f"ddtree.budget_per_batch_size never drafts (got {value!r})",
-            "At least one range needs nodes",
-            example,
-        )
-    return tuple(schedule)
-
-
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _error(wrong: str, allowed: str, way_out: str) -> ValueError:
-    return ValueError(f"{wrong}. {allowed}. Type {way_out}.")

@@ -117,17 +117,6 @@ def find_other_cache_dtype(config: VllmConfig) -> str | None:
     return None if dtype in allowed else f"--kv-cache-dtype {dtype}"
 
 
-def find_logits_processors(config: VllmConfig) -> str | None:
-    from importlib.metadata import entry_points
-
-    processors = config.model_config.logits_processors
-    if processors:
-        return f"--logits-processors {processors}"
-    installed = entry_points(group="vllm.logits_processors")
-    names = ", ".join(point.name for point in installed)
-    return f"installed plugins {names}" if names else None
-
-
 def tokens_reserved(tree: DDTreeConfig) -> int:
     """Return how much of a step vLLM reserves for one request.
 

@@ -17,7 +17,6 @@ from vllm_dflash.support_checks import (
     Check,
     find_anchor,
     find_flag,
-    find_logits_processors,
     find_model,
     find_more_than_one,
     find_other_backend,
@@ -319,9 +318,27 @@ FEATURES: tuple[Feature, ...] = (
         '"use_local_argmax_reduction": false',
         find_flag("speculative_config", "use_local_argmax_reduction"),
     ),
-    _tree(_SAMPLING, "temperature, top_k, top_p, seed", "exact at every node"),
-    _tree(_SAMPLING, "logprobs, prompt_logprobs", "of the tokens that were emitted"),
-    _tree(_SAMPLING, "stop, min_tokens, max_tokens, n > 1", "exact"),
+    _tree(
+        _SAMPLING,
+        "temperature, top_k, top_p, min_p, seed",
+        "exact at every node, with the noise of a run without speculation",
+    ),
+    _tree(
+        _SAMPLING,
+        "logit_bias, allowed_token_ids, min_tokens",
+        "they ask a row for its request and its depth position only",
+    ),
+    _tree(
+        _SAMPLING,
+        "stop, stop_token_ids, ignore_eos, max_tokens, repetition_detection",
+        "vLLM cuts the accepted path at the token where it would have stopped",
+    ),
+    _tree(_SAMPLING, "n > 1", "each sample is a request with a tree of its own"),
+    _tree(
+        _SAMPLING,
+        "logprobs, logprob_token_ids, prompt_logprobs",
+        "of the tokens that were emitted, in every --logprobs-mode",
+    ),
     _chain(
         _SAMPLING,
         "repetition, frequency and presence penalties",
@@ -330,19 +347,10 @@ FEATURES: tuple[Feature, ...] = (
     _chain(_SAMPLING, "bad_words", "they read the drafts before a row as its history"),
     _chain(_SAMPLING, "structured outputs", "a grammar's masks follow one sequence"),
     _chain(_SAMPLING, "thinking_token_budget", "it is counted along one sequence"),
-    _refused(
-        _SAMPLING,
-        "min_p, logit_bias",
-        "vLLM refuses such requests with any speculation",
-        "",
-        None,
-    ),
-    _refused(
+    _chain(
         _SAMPLING,
         "custom logits processors",
-        "they would take a row's neighbours for its history",
-        "the command without them (VLLM_PLUGINS selects installed plugins)",
-        find_logits_processors,
+        "they may read the drafts before a row; requests they decline keep trees",
     ),
     _refused(
         _SAMPLING,
@@ -357,6 +365,13 @@ FEATURES: tuple[Feature, ...] = (
         "untested with trees",
         "the command without --return-sampling-mask",
         find_flag("model_config", "return_sampling_mask"),
+    ),
+    _refused(
+        _SAMPLING,
+        "returned routed experts",
+        "untested with trees",
+        "the command without --enable-return-routed-experts",
+        find_flag("aux_output_config", "enable_return_routed_experts"),
     ),
     _refused(
         _SAMPLING,

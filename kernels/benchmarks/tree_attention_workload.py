@@ -140,13 +140,7 @@ def tree_call(w: Workload, **overrides: object) -> Call:
 
     if not overrides:
         workspace = TreeAttentionWorkspace.allocate(
-            w.batch,
-            w.width,
-            w.shape.num_heads,
-            w.shape.num_kv_heads,
-            w.shape.head_size,
-            MAX_MODEL_LEN,
-            w.query.device,
+            w.shape.head_size, w.query.device
         )
         return lambda pool: tree_attention(
             w.query,

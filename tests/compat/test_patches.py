@@ -24,6 +24,7 @@ pytestmark = pytest.mark.compat
 SOURCE_HASHES = {
     "create_speculative_config": "489aa2fc045a5095",
     "create_engine_config": "b9b94288f46d2f67",
+    "input_processor": "5137c92ffb9254d2",
     "init_speculator": "e86cedd1d4c3e0e2",
     "resolve_model_state_cls": "c330e5807024a93a",
     "normalize_context_k": "7c4a2d8bb98a4c7f",
@@ -35,9 +36,16 @@ SIGNATURES = {
         "target_parallel_config",
     ],
     "create_engine_config": ["self", "usage_context", "headless"],
+    "input_processor": ["self", "vllm_config", "renderer", "mm_registry"],
     "init_speculator": ["vllm_config", "device", "req_states"],
     "resolve_model_state_cls": ["vllm_config", "model"],
     "normalize_context_k": ["self", "all_k"],
+}
+# What reads the speculative config that the front end forgets for a tree.
+READERS_HASHES = {
+    "verify": "ae287ee645ce2c22",
+    "_validate_spec_decode": "13f2065aad2612ad",
+    "_validate_trace_replay": "619e282f15f54e44",
 }
 # RMSNorm in fp32, in another order of additions.
 NORM_TOLERANCE = 1e-5
@@ -196,6 +204,41 @@ def test_inherited_symbol_does_not_count():
         patches.resolve_target(
             "vllm.engine.arg_utils:AsyncEngineArgs.create_load_config"
         )
+
+
+@pytest.mark.parametrize("name", READERS_HASHES)
+def test_front_end_refuses_with_speculation_what_was_read(name):
+    """Another refusal would be lifted unseen."""
+    from vllm import SamplingParams
+
+    source = inspect.getsource(getattr(SamplingParams, name))
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    assert digest[:16] == READERS_HASHES[name]
+
+
+def test_front_end_has_one_reader_of_the_speculative_config():
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    source = inspect.getsource(InputProcessor)
+    assert source.count("self.speculative_config,") == 1
+    assert source.count("speculative_config") == 3
+
+
+@pytest.mark.parametrize("tree", [None, {"some": "tree"}])
+def test_front_end_forgets_speculation_for_trees_only(tree, monkeypatch):
+    from vllm_dflash.patches import input_processor
+
+    monkeypatch.setattr(input_processor, "get_ddtree_config", lambda config: tree)
+
+    def original(self, vllm_config, renderer=None, *, mm_registry=None):
+        self.speculative_config = vllm_config.speculative_config
+        self.rest = renderer, mm_registry
+
+    processor = SimpleNamespace()
+    make = input_processor.wrap_input_processor(original)
+    make(processor, SimpleNamespace(speculative_config="dflash"), 1, mm_registry=2)
+    assert processor.speculative_config == (None if tree else "dflash")
+    assert processor.rest == (1, 2)
 
 
 def context_keys(num_layers=3, num_ctx=5, num_heads=2, head_dim=16):

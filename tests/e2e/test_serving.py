@@ -140,3 +140,20 @@ def test_one_candidate_per_depth_accepts_what_the_native_chain_accepts(
         assert token_ids(generate(llm, prompts, params())) == greedy_reference
         tree = acceptance_counts(llm)
     assert tree == native
+
+
+def test_budget_follows_the_number_of_running_requests(tiny_target, tiny_draft, rig):
+    """Fewer nodes than the depth, no drafts at all, and drafts again."""
+    prompts = random_prompts((35, 20, 60, 5, 17, 90), seed=6)
+    # Requests end one after another, so every range is visited on the way down.
+    options = [params(max_tokens=n) for n in (16, 24, 32, 40, 56, 64)]
+    schedule = [[1, 1, 16], [2, 2, 5], [3, 3, 0], [4, 4, 3]]
+    with engine(tiny_target) as llm:
+        expected = token_ids(generate(llm, prompts, options))
+    rig_with(rig, prompts, expected)
+    config = tree_config(tiny_draft, budget_per_batch_size=schedule)
+    with engine(tiny_target, config) as llm:
+        got = token_ids(generate(llm, prompts, options))
+    assert got == expected
+    assert {4, 6, 17} <= set(rig.tree_lens)
+    assert rig.num_branching_paths > 5

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """In-process engines on tiny models, and the requests the tests send them."""
 
+import gc
 import random
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,9 @@ def engine(target: str, speculative_config: dict[str, Any] | None = None, **kwar
     options = {**ENGINE_DEFAULTS, **kwargs}
     if speculative_config is not None:
         options["speculative_config"] = speculative_config
+    # An engine collects garbage a dozen times at its start, 0.3 s each over everything
+    # that was imported; what is frozen is passed over until the engine shuts down.
+    gc.freeze()
     llm = LLM(model=target, **options)
     try:
         yield llm
@@ -88,3 +92,9 @@ def acceptance_counts(llm: Any) -> tuple[int, int]:
         values.get("vllm:spec_decode_num_drafts", 0),
         values.get("vllm:spec_decode_num_accepted_tokens", 0),
     )
+
+
+def model_runner(llm: Any) -> Any:
+    """The worker's Model Runner V2 of an in-process engine."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner

@@ -24,8 +24,10 @@ class RiggedDraft:
 
     hit_rate: float = 0.85
     seed: int = 0
-    # prompt token ids -> prompt + reference continuation
-    references: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    # prompt token ids -> prompt + reference continuation, one for each sample
+    references: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+    # Whether to stop the engine at the first token that no reference has.
+    strict: bool = True
     # Accepted path of every verify, as node indices.
     paths: list[list[int]] = field(default_factory=list)
     tree_lens: list[int] = field(default_factory=list)
@@ -35,7 +37,14 @@ class RiggedDraft:
         self._req_states = None
 
     def add_reference(self, prompt: list[int], output: list[int]) -> None:
-        self.references[tuple(prompt)] = list(prompt) + list(output)
+        self.references.setdefault(tuple(prompt), []).append([*prompt, *output])
+
+    def forget(self) -> None:
+        """Drop the references and the statistics, and draw as at the start."""
+        self.references.clear()
+        self.paths.clear()
+        self.tree_lens.clear()
+        self._random.seed(self.seed)
 
     @property
     def mean_tokens(self) -> float:
@@ -87,14 +96,9 @@ class RiggedDraft:
             length = int(self._req_states.total_len.gpu[slot])
             prompt_len = int(self._req_states.prompt_len.np[slot])
             tokens = self._req_states.all_token_ids.gpu[slot, :length].tolist()
-            reference = self.references.get(tuple(tokens[:prompt_len]))
+            reference = self._reference(tokens, prompt_len)
             if reference is None:
                 continue
-            shared = min(length, len(reference))
-            assert reference[:shared] == tokens[:shared], (
-                f"diverged from the reference: {reference[prompt_len:shared]} != "
-                f"{tokens[prompt_len:shared]}"
-            )
             for level in range(depth):
                 row = req * depth + level
                 candidates = self._candidates(
@@ -107,6 +111,19 @@ class RiggedDraft:
                 probs = torch.tensor(weights) / sum(weights) * 0.95
                 builder.cand_tokens[row].copy_(torch.tensor(candidates))
                 builder.cand_logprobs[row].copy_(probs.log())
+
+    def _reference(self, tokens: list[int], prompt_len: int) -> list[int] | None:
+        """The sample that the tokens are a part of, or that they go on from."""
+        samples = self.references.get(tuple(tokens[:prompt_len]), [])
+        for sample in samples:
+            shared = min(len(tokens), len(sample))
+            if sample[:shared] == tokens[:shared]:
+                return sample
+        assert not (samples and self.strict), (
+            f"diverged from the reference: {tokens[prompt_len:]} is in none of "
+            f"{[sample[prompt_len:] for sample in samples]}"
+        )
+        return None
 
     def _candidates(
         self, reference: list[int], index: int, num_candidates: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random target and DFlash draft, written as ordinary checkpoints.
+"""Tiny random targets and DFlash drafts, written as ordinary checkpoints.
 
 Weights are untied and wide, so that greedy text does not collapse to one token and
 hide errors.
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 VOCAB_SIZE = 512
+DRAFT_VOCAB_SIZE = 200
 HIDDEN_SIZE = 64
 HEAD_DIM = 64
 NUM_LAYERS = 3
@@ -20,17 +21,24 @@ BLOCK_SIZE = 8
 MASK_TOKEN = 5
 MAX_LEN = 1024
 
+DRAFT_LAYERS = 2
+DRAFT_HEADS = 4
+DRAFT_KV_HEADS = 2
+TARGET_LAYER_IDS = [0, 1]
 
-def write_target(path: Path, *, sliding_window: int | None = None, seed: int = 0) -> str:
-    """A 3-layer decoder: Llama, or Mistral when a sliding window is asked for."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        MistralConfig,
-        MistralForCausalLM,
-    )
 
-    common: dict[str, Any] = dict(
+def write_target(
+    path: Path,
+    *,
+    family: str = "Llama",
+    sliding_window: int | None = None,
+    seed: int = 0,
+    **config_overrides: Any,
+) -> str:
+    """A 3-layer decoder of a family of transformers: Llama, Mistral or Qwen3."""
+    import transformers
+
+    config: dict[str, Any] = dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,
         intermediate_size=128,
@@ -45,36 +53,105 @@ def write_target(path: Path, *, sliding_window: int | None = None, seed: int = 0
         eos_token_id=2,
         dtype="float32",
     )
+    if sliding_window is not None:
+        config["sliding_window"] = sliding_window
+    config.update(config_overrides)
     torch.manual_seed(seed)
-    if sliding_window is None:
-        model = LlamaForCausalLM(LlamaConfig(**common))
-    else:
-        model = MistralForCausalLM(
-            MistralConfig(**common, sliding_window=sliding_window)
-        )
-    model.float().save_pretrained(path)
+    config_cls = getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(config_cls(**config)).float()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.data = near_one(parameter.shape[0], generator)
+    model.save_pretrained(path)
     return str(path)
 
 
-def write_draft(
-    path: Path,
-    *,
-    draft_vocab_size: int | None = None,
-    seed: int = 1,
-    **config_overrides: Any,
-) -> str:
+def near_one(size: int, generator: torch.Generator) -> torch.Tensor:
+    """Norm weights; not all ones, so that using another layer's weight shows."""
+    return 1 + torch.randn(size, generator=generator) * 0.3
+
+
+def write_draft(path: Path, *, seed: int = 1, **config_overrides: Any) -> str:
     """A 2-layer DFlash draft in the z-lab layout, sharing embedding and lm_head."""
     path.mkdir(parents=True, exist_ok=True)
-    num_layers, num_heads, num_kv_heads, inter = 2, 4, 2, 128
-    target_layer_ids = [0, 1]
     config: dict[str, Any] = dict(
+        **_draft_decoder_config(),
         architectures=["DFlashDraftModel"],
+        block_size=BLOCK_SIZE,
+        num_target_layers=NUM_LAYERS,
+        dflash_config=dict(
+            mask_token_id=MASK_TOKEN, target_layer_ids=TARGET_LAYER_IDS
+        ),
+    )
+    config.update(config_overrides)
+    (path / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    save_file(_draft_weights(config, generator), path / "model.safetensors")
+    return str(path)
+
+
+def write_speculators_draft(
+    path: Path, *, target: str, seed: int = 2, **config_overrides: Any
+) -> str:
+    """The same decoder in the layout of vllm-project/speculators.
+
+    It has its own embedding and an lm_head over a part of the target's vocabulary;
+    `d2t` holds the distance from each of its ids to the target's id.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    decoder = _draft_decoder_config()
+    config: dict[str, Any] = dict(
+        architectures=["DFlashSpeculator"],
+        speculators_model_type="dflash",
+        speculators_config=dict(
+            algorithm="dflash",
+            default_proposal_method="greedy",
+            proposal_methods=[
+                dict(proposal_type="greedy", speculative_tokens=BLOCK_SIZE - 1)
+            ],
+            verifier=dict(
+                architectures=["LlamaForCausalLM"], name_or_path=target
+            ),
+        ),
+        transformer_layer_config=decoder,
+        draft_vocab_size=DRAFT_VOCAB_SIZE,
+        block_size=BLOCK_SIZE,
+        mask_token_id=MASK_TOKEN,
+        aux_hidden_state_layer_ids=[i + 1 for i in TARGET_LAYER_IDS],
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    config.update(config_overrides)
+    (path / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(VOCAB_SIZE, generator=generator)[:DRAFT_VOCAB_SIZE]
+    ids = ids.sort().values
+    in_draft = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    in_draft[ids] = True
+    weights = {
+        **_draft_weights(decoder, generator),
+        "embed_tokens.weight": torch.randn(
+            VOCAB_SIZE, HIDDEN_SIZE, generator=generator
+        ),
+        "lm_head.weight": torch.randn(
+            DRAFT_VOCAB_SIZE, HIDDEN_SIZE, generator=generator
+        ),
+        "d2t": ids - torch.arange(DRAFT_VOCAB_SIZE),
+        "t2d": in_draft,
+    }
+    save_file(weights, path / "model.safetensors")
+    return str(path)
+
+
+def _draft_decoder_config() -> dict[str, Any]:
+    return dict(
         model_type="qwen3",
         hidden_size=HIDDEN_SIZE,
-        intermediate_size=inter,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
+        intermediate_size=128,
+        num_hidden_layers=DRAFT_LAYERS,
+        num_attention_heads=DRAFT_HEADS,
+        num_key_value_heads=DRAFT_KV_HEADS,
         head_dim=HEAD_DIM,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=MAX_LEN,
@@ -82,39 +159,33 @@ def write_draft(
         rms_norm_eps=1e-6,
         attention_bias=False,
         tie_word_embeddings=False,
-        block_size=BLOCK_SIZE,
-        num_target_layers=NUM_LAYERS,
         hidden_act="silu",
-        dflash_config=dict(
-            mask_token_id=MASK_TOKEN, target_layer_ids=target_layer_ids
-        ),
         dtype="float32",
         bos_token_id=1,
         eos_token_id=2,
     )
-    config.update(config_overrides)
-    (path / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(seed)
 
+
+def _draft_weights(
+    config: dict[str, Any], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.2
 
-    def near_one(size: int) -> torch.Tensor:
-        # Not all ones: a norm that uses another layer's weight must show.
-        return 1 + torch.randn(size, generator=generator) * 0.3
-
+    inter = config["intermediate_size"]
     weights = {
-        "fc.weight": rand(HIDDEN_SIZE, HIDDEN_SIZE * len(target_layer_ids)),
-        "hidden_norm.weight": near_one(HIDDEN_SIZE),
-        "norm.weight": near_one(HIDDEN_SIZE),
+        "fc.weight": rand(HIDDEN_SIZE, HIDDEN_SIZE * len(TARGET_LAYER_IDS)),
+        "hidden_norm.weight": near_one(HIDDEN_SIZE, generator),
+        "norm.weight": near_one(HIDDEN_SIZE, generator),
     }
-    for layer in range(num_layers):
+    options = config.get("dflash_config", {})
+    for layer in range(DRAFT_LAYERS):
         prefix = f"layers.{layer}."
         shapes = {
-            "self_attn.q_proj": (num_heads * HEAD_DIM, HIDDEN_SIZE),
-            "self_attn.k_proj": (num_kv_heads * HEAD_DIM, HIDDEN_SIZE),
-            "self_attn.v_proj": (num_kv_heads * HEAD_DIM, HIDDEN_SIZE),
-            "self_attn.o_proj": (HIDDEN_SIZE, num_heads * HEAD_DIM),
+            "self_attn.q_proj": (DRAFT_HEADS * HEAD_DIM, HIDDEN_SIZE),
+            "self_attn.k_proj": (DRAFT_KV_HEADS * HEAD_DIM, HIDDEN_SIZE),
+            "self_attn.v_proj": (DRAFT_KV_HEADS * HEAD_DIM, HIDDEN_SIZE),
+            "self_attn.o_proj": (HIDDEN_SIZE, DRAFT_HEADS * HEAD_DIM),
             "mlp.gate_proj": (inter, HIDDEN_SIZE),
             "mlp.up_proj": (inter, HIDDEN_SIZE),
             "mlp.down_proj": (HIDDEN_SIZE, inter),
@@ -122,8 +193,9 @@ def write_draft(
         for name, shape in shapes.items():
             weights[f"{prefix}{name}.weight"] = rand(*shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{prefix}{name}.weight"] = near_one(HIDDEN_SIZE)
+            weights[f"{prefix}{name}.weight"] = near_one(HIDDEN_SIZE, generator)
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            weights[f"{prefix}{name}.weight"] = near_one(HEAD_DIM)
-    save_file(weights, path / "model.safetensors")
-    return str(path)
+            weights[f"{prefix}{name}.weight"] = near_one(HEAD_DIM, generator)
+        if options.get("attention_sink_bias"):
+            weights[f"{prefix}self_attn.attention_sink_bias"] = rand(DRAFT_HEADS) * 10
+    return weights

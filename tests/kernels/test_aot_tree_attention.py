@@ -177,11 +177,13 @@ def as_markdown(results):
     ]
     for r in results:
         m, tail, n, warps, stages = r["tile"]
-        tile = "reduce" if r.get("reduce") else f"{m} + {tail} x {n}"
+        tile, estimate = f"{m} + {tail} x {n}", f"{r['estimate'] / 1024:.0f}"
+        if r.get("reduce"):
+            tile, estimate = "reduce", "-"
         lines.append(
             f"| sm_{r['arch']} | {r['head_size']} | {r['rows']} | {r['q']} / {r['kv']} "
             f"| {tile} | {warps}, {stages} | {r['shared'] / 1024:.0f} "
-            f"| {r['estimate'] / 1024:.0f} | {ARCHITECTURES[r['arch']]} "
+            f"| {estimate} | {ARCHITECTURES[r['arch']]} "
             f"| {r['registers']} | {r['spilled']} |"
         )
     return "\n".join(lines)
@@ -221,7 +223,9 @@ def main():
         return
     wanted = [int(arch) for arch in sys.argv[1:]] or list(ARCHITECTURES)
     entries = [e for e in all_entries() if e["arch"] in wanted]
-    print(as_markdown(compile_in_subprocess(entries)))
+    results = compile_in_subprocess(entries)
+    print(as_markdown(results))
+    check(results)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,15 @@ def parse(value, *, tokens=None, block_size=16, is_cpu=False):
 
 
 def test_absent_key_gives_a_tree_that_nobody_demanded():
-    tree = parse(None)
-    assert tree == DDTreeConfig(budget=DEFAULT_BUDGET, depth=15)
-    assert (tree.width, tree.widths, tree.demanded) == (49, (49,), False)
+    tree = parse(None, is_cpu=True)
+    assert tree == DDTreeConfig(budget=DEFAULT_BUDGET_CPU, depth=15)
+    assert (tree.width, tree.widths, tree.demanded) == (17, (17,), False)
 
 
-@pytest.mark.parametrize("value", [True, {}, {"budget": 48}])
+@pytest.mark.parametrize("value", [True, {}, {"budget": DEFAULT_BUDGET}])
 def test_typed_key_demands_the_tree(value):
-    assert parse(value) == DDTreeConfig(budget=48, depth=15, demanded=True)
+    tree = parse(value)
+    assert (tree.budget, tree.depth, tree.demanded) == (DEFAULT_BUDGET, 15, True)
 
 
 def test_false_is_vllms_chain():
@@ -85,7 +86,7 @@ def test_budget_out_of_range(budget):
     text = str(error.value)
     assert f"got {budget!r}" in text
     assert "15 to 255 is allowed" in text
-    assert '"ddtree": {"budget": 48}' in text
+    assert f'"ddtree": {{"budget": {DEFAULT_BUDGET}}}' in text
 
 
 @pytest.mark.parametrize("children", [1, 32])
@@ -132,9 +133,10 @@ def test_schedule():
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        ([], "not a list of ranges"),
-        ({"1": 2}, "not a list of ranges"),
-        (48, "not a list of ranges"),
+        ([], "not a schedule"),
+        ({"1": 2}, "not a schedule"),
+        (48, "not a schedule"),
+        ("always", "not a schedule"),
         ([[1, 4]], "wrong entry"),
         ([[1, 4, 48.0]], "wrong entry"),
         ([[True, 4, 48]], "wrong entry"),
@@ -143,7 +145,6 @@ def test_schedule():
         ([[1, 4, 48], [6, 8, 15]], "starts at 5"),
         ([[1, 4, 48], [4, 8, 15]], "starts at 5"),
         ([[1, 0, 48]], "empty range"),
-        ([[1, 4, 14]], "number of nodes out of range"),
         ([[1, 4, 49]], "number of nodes out of range"),
         ([[1, 4, -1]], "number of nodes out of range"),
         ([[1, 4, 0]], "never drafts"),
@@ -151,7 +152,7 @@ def test_schedule():
 )
 def test_wrong_schedule(schedule, words):
     with pytest.raises(ValueError, match=words) as error:
-        parse({"budget_per_batch_size": schedule})
+        parse({"budget": 48, "budget_per_batch_size": schedule})
     assert "Type" in str(error.value)
 
 
@@ -159,12 +160,41 @@ def test_schedule_is_one_that_vllm_takes():
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     schedule = parse(
-        {"budget_per_batch_size": [[1, 2, 48], [3, 4, 20], [5, 6, 0]]}
+        {"budget": 48, "budget_per_batch_size": [[1, 2, 48], [3, 4, 20], [5, 6, 0]]}
     ).budget_per_batch_size
     lookup = build_dynamic_sd_schedule_lookup(
         list(schedule), vllm_max_batch_size=8, vllm_num_speculative_tokens=48
     )
     assert lookup[1:] == [48, 48, 20, 20, 0, 0, 0, 0]
+
+
+def test_fewer_nodes_than_the_depth_at_high_load():
+    tree = parse({"budget": 48, "budget_per_batch_size": [[1, 4, 48], [5, 64, 3]]})
+    assert tree.widths == (4, 49)
+
+
+@pytest.mark.parametrize("option", [{}, {"budget_per_batch_size": "auto"}])
+def test_automatic_schedule_verifies_less_under_load(option):
+    schedule = parse(option, is_cpu=False).budget_per_batch_size
+    nodes = [entry[2] for entry in schedule]
+    assert nodes == sorted(nodes, reverse=True)
+    assert nodes[0] == 47 and nodes[-1] == 0
+    # The rows of one verify step stay within a few hundred.
+    assert all(last * (n + 1) <= 400 for _, last, n in schedule[:-1])
+
+
+def test_automatic_schedule_stays_under_the_budget():
+    schedule = parse({"budget": 15}, is_cpu=False).budget_per_batch_size
+    assert schedule == ((1, 12, 15), (13, 32, 7), (33, 96, 3), (97, 97, 0))
+    schedule = parse({"budget": 96}, is_cpu=False).budget_per_batch_size
+    assert schedule[:2] == ((1, 2, 96), (3, 4, 31))
+
+
+@pytest.mark.parametrize(
+    ("option", "is_cpu"), [({"budget_per_batch_size": "fixed"}, False), ({}, True)]
+)
+def test_fixed_budget(option, is_cpu):
+    assert parse(option, is_cpu=is_cpu).budget_per_batch_size is None
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ print(
 """
 
 
+@pytest.mark.slow
 def test_twins_replace_at_import_and_reach_importers_by_value():
     early, *places = run(CHECK, VLLM_DFLASH_CPU="1").rsplit(" ", 4)
     # register() itself must not import the runner's modules.
@@ -101,6 +102,7 @@ def test_twins_replace_at_import_and_reach_importers_by_value():
     ]
 
 
+@pytest.mark.slow
 def test_nothing_is_replaced_unless_asked_for():
     _, *places = run(CHECK).rsplit(" ", 4)
     assert places == [
@@ -120,5 +122,6 @@ print(states.apply_temperature.__module__)
 """
 
 
+@pytest.mark.slow
 def test_modules_imported_before_the_plugin_are_rebound():
     assert run(LATE, VLLM_DFLASH_CPU="1") == "vllm_dflash.cpu.logits"

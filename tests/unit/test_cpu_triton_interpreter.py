@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="needs the CPU build of vLLM"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU build of vLLM"),
+]
 
 STATE = """
 import os, sys

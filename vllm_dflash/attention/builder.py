@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_dflash.attention.metadata import (
@@ -37,14 +36,8 @@ class TreeBuilderMixin:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)  # type: ignore[call-arg]
         context = find_attention_context(vllm_config)
         if context is not None and not self._serves_draft_only(context):
-            num_heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
-            assert num_heads is not None
             context.reserve_workspace(
-                num_heads,
-                kv_cache_spec.num_kv_heads,
-                kv_cache_spec.head_size,
-                vllm_config.model_config.dtype,
-                device,
+                kv_cache_spec.head_size, vllm_config.model_config.dtype, device
             )
 
     def _serves_draft_only(self, context: AttentionContext) -> bool:

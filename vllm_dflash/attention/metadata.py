@@ -63,7 +63,6 @@ class AttentionContext:
 
     def __init__(self, vllm_config: VllmConfig, step: VerifyStep):
         self.step = step
-        self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.max_seq_len = vllm_config.model_config.max_model_len
         self.workspace: TreeAttentionWorkspace | None = None
         # Filled when the draft model is loaded, before any builder exists.
@@ -73,26 +72,12 @@ class AttentionContext:
         _contexts[id(self._key_object)] = self
 
     def reserve_workspace(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, head_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make room for layers of this shape; layers run one after another."""
+        """Make room for layers of this head size; layers run one after another."""
         if device.type != "cuda":
             return
-        workspace = TreeAttentionWorkspace.allocate(
-            self.max_num_reqs,
-            self.step.trees.width,
-            num_heads,
-            num_kv_heads,
-            head_size,
-            self.max_seq_len,
-            device,
-            dtype=dtype,
-        )
+        workspace = TreeAttentionWorkspace.allocate(head_size, device, dtype=dtype)
         held = self.workspace
         if held is None or held.lse.numel() < workspace.lse.numel():
             self.workspace = workspace

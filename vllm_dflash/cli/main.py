@@ -69,7 +69,7 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--depth", type=_positive, help="draft depth (default 15, of a block of 16)"
     )
     demo.add_argument(
-        "--budget", type=_positive, help="tree nodes (default 48; on the CPU 16)"
+        "--budget", type=_positive, help="tree nodes (default 47; on the CPU 16)"
     )
     demo.add_argument(
         "--max-tokens", type=_positive, default=128, help="per answer (default 128)"

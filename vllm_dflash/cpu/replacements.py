@@ -56,6 +56,12 @@ REPLACEMENTS: tuple[Replacement, ...] = tuple(
         ),
         (f"{_GPU}.sample.logprob", "_ranks_kernel", "logits:ranks_kernel"),
         (f"{_GPU}.sample.penalties", "apply_penalties", "logits:apply_penalties"),
+        (f"{_GPU}.sample.bad_words", "apply_bad_words", "token_rules:apply_bad_words"),
+        (
+            f"{_GPU}.sample.logit_bias",
+            "apply_logit_bias",
+            "token_rules:apply_logit_bias",
+        ),
         (
             "vllm.v1.sample.ops.topk_topp_sampler",
             "apply_top_k_top_p",

@@ -76,6 +76,18 @@ LEDGER: tuple[Patch, ...] = (
         make="vllm_dflash.patches.arg_utils:wrap_create_engine_config",
     ),
     Patch(
+        name="input_processor",
+        target="vllm.v1.engine.input_processor:InputProcessor.__init__",
+        what="Keeps what the front end checks the parameters of a request against.",
+        why="SamplingParams.verify refuses min_p and logit_bias with any speculation, "
+        "and both are exact on a tree.",
+        how="Forgets the speculative config of an engine with a tree, so that its "
+        "requests are checked as if there were no speculation. Nothing else reads it.",
+        upstream="A refusal that asks the rejection method, or the speculator.",
+        remove_when="vLLM takes min_p and logit_bias with speculation.",
+        make="vllm_dflash.patches.input_processor:wrap_input_processor",
+    ),
+    Patch(
         name="init_speculator",
         target="vllm.v1.worker.gpu.spec_decode:init_speculator",
         what="Chooses the speculator class of Model Runner V2 by method.",

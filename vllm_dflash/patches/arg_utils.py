@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_dflash import graphs, selection, support
+from vllm_dflash import graphs, patches, selection, support
 from vllm_dflash.config import (
     OPTION_KEY,
     DDTreeConfig,
@@ -109,6 +109,7 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
                 user_sizes=_has_user_sizes(before),
                 user_max_num_seqs=before["max_num_seqs"] is not None,
             )
+            _serve_options_of_a_row()
             support.log_tree(logger, config, tree, backend)
             return config
         if tree.demanded:
@@ -209,6 +210,14 @@ def _tell_vllm(args: EngineArgs, config: SpeculativeConfig, tree: DDTreeConfig) 
     if tree.budget_per_batch_size is not None:
         config.num_speculative_tokens_per_batch_size = list(tree.budget_per_batch_size)
     args.additional_config = {**args.additional_config, OPTION_KEY: tree.to_dict()}
+
+
+def _serve_options_of_a_row() -> None:
+    """Lift vLLM's refusal of min_p and logit_bias, in the process that makes it."""
+    try:
+        patches.apply("input_processor")
+    except patches.PatchError as error:
+        logger.warning("vLLM goes on refusing min_p and logit_bias: %s", error)
 
 
 def _snapshot(args: EngineArgs) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm_dflash.attention.metadata import TreeModelAttnMetadata
 from vllm_dflash.runner.runtime import find_runtime
 from vllm_dflash.sample.history import linear_history_reason
+from vllm_dflash.sample.logits_processors import watch_custom_processors
 from vllm_dflash.sample.tree_sampler import TreeRejectionSampler
 
 
@@ -101,6 +102,8 @@ class DDTreeModelState(DefaultModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         spec_config = self.vllm_config.speculative_config
         assert spec_config is not None
+        # The runner tells the sampler of a request after add_request above.
+        sampler = watch_custom_processors(sampler, self.runtime.require_chain)
         return sampler, TreeRejectionSampler(
             sampler,
             spec_config,

@@ -36,6 +36,10 @@ class TreeRuntime:
         self.trees.reset_slot(slot, chain_only)
         self.has_tree_np[slot] = False
 
+    def require_chain(self, slot: int) -> None:
+        """The request that has just taken the slot needs a linear history."""
+        self.trees.chain_only[slot] = 1
+
 
 # Keyed like AttentionContext: every copy of an engine's config shares that dict.
 _runtimes: "weakref.WeakValueDictionary[int, TreeRuntime]" = (

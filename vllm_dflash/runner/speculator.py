@@ -17,7 +17,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_dflash.attention.registry import install_tree_backends
+from vllm_dflash.attention.registry import (
+    CPU_TREE_BACKENDS,
+    GPU_TREE_BACKENDS,
+    install_tree_backends,
+)
 from vllm_dflash.config import DDTreeConfig, get_ddtree_config
 from vllm_dflash.runner.path_batch import PathBatchMaker
 from vllm_dflash.runner.runtime import TreeRuntime
@@ -58,6 +62,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             self.vocab_size,
             device,
         )
+        self._context_only = False
         self.path_batch = PathBatchMaker(
             self.max_num_reqs, self.max_num_tokens, config.depth, device
         )
@@ -65,6 +70,18 @@ class DDTreeSpeculator(DFlashSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         self.runtime.attention.draft_layer_names = set(self.draft_attn_layer_names)
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        for group in (g for groups in self.target_attn_groups for g in groups):
+            if not getattr(group.get_metadata_builder(), "takes_tree", False):
+                raise ValueError(
+                    "DDTree can't verify trees with the attention backend "
+                    f"{group.backend.get_name()}. Allowed: "
+                    f"{', '.join((*GPU_TREE_BACKENDS, *CPU_TREE_BACKENDS))}. Type "
+                    "--attention-backend with one of them, or "
+                    '"ddtree": false in --speculative-config.'
+                )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         # The engine's capture sizes are multiples of the tree width; the draft's
@@ -105,6 +122,8 @@ class DDTreeSpeculator(DFlashSpeculator):
         return self.builder.collect_candidates(logits, idx_mapping, temperature)
 
     def _generate_draft(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
+        if self._context_only:
+            return
         super()._generate_draft(num_reqs, *args, **kwargs)
         self.builder.build(num_reqs, self.sample_idx_mapping)
 
@@ -122,6 +141,8 @@ class DDTreeSpeculator(DFlashSpeculator):
         num_rejected: torch.Tensor,
         *args: Any,
         dummy_run: bool = False,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         step = self.runtime.step
@@ -138,6 +159,9 @@ class DDTreeSpeculator(DFlashSpeculator):
                 aux_hidden_states = [gather_rows(aux_hidden_states, rows)]
             else:
                 last_hidden_states = last_hidden_states[rows]
+        # A step after which nothing is verified needs no draft, but the draft's context
+        # must go on growing: it is stored outside the graph, and nothing else runs.
+        self._context_only = num_speculative_tokens == 0 and not dummy_run
         super().propose(
             input_batch,
             attn_metadata,
@@ -148,9 +172,12 @@ class DDTreeSpeculator(DFlashSpeculator):
             num_rejected,
             *args,
             dummy_run=dummy_run,
+            # Keeps the draft out of its graph, which would store the context itself.
+            is_profile=is_profile or self._context_only,
+            num_speculative_tokens=num_speculative_tokens,
             **kwargs,
         )
-        if not dummy_run:
+        if not dummy_run and not self._context_only:
             self.runtime.has_tree_np[input_batch.idx_mapping_np] = True
         return self.builder.draft_tokens[:num_reqs]
 

@@ -9,7 +9,6 @@ is keyed by (seed, position, token) and a node's position is its depth position,
 seeded request gets the tokens of a run without speculation.
 """
 
-import numpy as np
 import torch
 from vllm.config import SpeculativeConfig
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
@@ -17,9 +16,9 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample import gumbel
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     _iter_request_chunks,
@@ -60,9 +59,7 @@ class TreeRejectionSampler(RejectionSampler):
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        max_num_logprobs = self.sampler.sampling_states.max_num_logprobs(
-            input_batch.idx_mapping_np
-        )
+        logprobs_dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         positions = input_batch.positions[input_batch.logits_indices]
         node_tokens = input_batch.input_ids[input_batch.logits_indices]
 
@@ -84,7 +81,7 @@ class TreeRejectionSampler(RejectionSampler):
                 end,
                 sampled[start:end],
                 num_sampled[start:end],
-                max_num_logprobs,
+                logprobs_dims,
             )
             if chunk is not None:
                 logprobs.append(chunk)
@@ -128,7 +125,8 @@ class TreeRejectionSampler(RejectionSampler):
         sampled: torch.Tensor,
         # [end - start], int32, written
         num_sampled: torch.Tensor,
-        max_num_logprobs: int,
+        # (top logprobs, logprob_token_ids of a request), None: nobody wants logprobs
+        logprobs_dims: tuple[int, int] | None,
     ) -> LogprobsTensors | None:
         """Sample and walk requests ``start`` to ``end``; their logprobs if asked."""
         lo, hi = (int(input_batch.cu_num_logits_np[i]) for i in (start, end))
@@ -171,14 +169,14 @@ class TreeRejectionSampler(RejectionSampler):
             num_sampled=num_sampled,
             path=path,
         )
-        if max_num_logprobs == NO_LOGPROBS:
+        if logprobs_dims is None:
             return None
         if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
             source = processed
         else:
             source = logits[lo:hi]
         return self._path_logprobs(
-            source, cu_num_logits, path, sampled, num_sampled, max_num_logprobs
+            source, cu_num_logits, slots, path, sampled, *logprobs_dims
         )
 
     def _path_logprobs(
@@ -187,21 +185,30 @@ class TreeRejectionSampler(RejectionSampler):
         logits: torch.Tensor,
         # [num_reqs + 1], int32
         cu_num_logits: torch.Tensor,
+        # [num_reqs], int64
+        slots: torch.Tensor,
         # [num_reqs, K + 1], int32
         path: torch.Tensor,
+        # [num_reqs, W], int64, -1 padded
         sampled: torch.Tensor,
-        num_sampled: torch.Tensor,
-        max_num_logprobs: int,
-    ) -> LogprobsTensors | None:
+        num_logprobs: int,
+        max_per_req_token_ids: int,
+    ) -> LogprobsTensors:
         """Logprobs of the emitted tokens: K + 1 rows a request, in path order."""
         num_reqs, rows_per_req = path.shape
         rows = (cu_num_logits[:-1, None] + path).reshape(-1).to(torch.int64)
-        cu_rows_np = np.arange(num_reqs + 1, dtype=np.int32) * rows_per_req
-        cu_rows = torch.arange(
-            num_reqs + 1, dtype=torch.int32, device=logits.device
-        ).mul_(rows_per_req)
-        return self._get_logprobs_tensors(
-            sampled, num_sampled, logits[rows], cu_rows, cu_rows_np, max_num_logprobs
+        return compute_topk_scores(
+            logits[rows],
+            num_logprobs,
+            sampled[:, :rows_per_req].clamp(min=0).reshape(-1),
+            [i * rows_per_req for i in range(num_reqs + 1)],
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=slots.repeat_interleave(
+                rows_per_req, output_size=num_reqs * rows_per_req
+            ),
+            max_per_req_token_ids=max_per_req_token_ids,
+            logits_mode=self.sampler.logprobs_mode
+            in ("raw_logits", "processed_logits"),
         )
 
     def _join_logprobs(

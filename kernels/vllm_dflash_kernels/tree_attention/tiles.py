@@ -14,6 +14,8 @@ from ..dispatch import cdiv, next_power_of_2
 
 MAX_WIDTH = 256
 MAX_SPLITS = 32
+# Splits of a batch never make more programs than this many waves of the machine.
+MAX_WAVES = 2
 # A batch that fills the machine without splits still cuts a request longer than this.
 LONG_KEYS = 8192
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
@@ -96,17 +98,19 @@ TILE_TABLE: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
         (32, Tile(32, 32, 4, 2, 2)),
         (_ANY, Tile(64, 32, 8, 2)),
     ),
+    # Measured on an H200 (bench_tree_attention.py --tune); B200 takes the same entries.
     (64, 227): (
         (16, Tile(16, 64, 4, 3, 4)),
         (32, Tile(32, 64, 4, 3, 3)),
-        (64, Tile(64, 64, 4, 3, 3)),
-        (_ANY, Tile(128, 64, 8, 3)),
+        (128, Tile(64, 64, 4, 3, 2)),
+        (_ANY, Tile(128, 32, 8, 3)),
     ),
     (128, 227): (
         (16, Tile(16, 64, 4, 3, 2)),
         (32, Tile(32, 64, 4, 3, 2)),
         (64, Tile(64, 64, 4, 3, 2)),
-        (_ANY, Tile(128, 64, 8, 3)),
+        (96, Tile(128, 64, 8, 3)),
+        (_ANY, Tile(64, 64, 4, 3, 2)),
     ),
     (256, 227): (
         (16, Tile(16, 32, 4, 3, 2)),
@@ -125,6 +129,14 @@ def shared_memory_kb(capability: int, limit_bytes: int | None = None) -> int:
         return SHARED_KB.get(capability, classes[0])
     fitting = [kb for kb in classes if kb * 1024 <= limit_bytes]
     return fitting[-1] if fitting else classes[0]
+
+
+def all_tiles(head_size: int, shared_kb: int, full_precision: bool) -> list[Tile]:
+    """Every tile that ``select_tile`` may choose, tails apart."""
+    if full_precision:
+        return [_FULL_PRECISION_TILE]
+    head_pad = max(next_power_of_2(head_size), 64)
+    return [tile for _, tile in TILE_TABLE[head_pad, shared_kb]]
 
 
 def select_tile(
@@ -173,7 +185,7 @@ def plan_splits(
         return SplitPlan(num_splits, num_splits)
     slots = num_sms * tile.ctas_per_sm
     programs = num_reqs * num_kv_heads * tile.num_row_tiles(rows)
-    most = max(min(2 * slots // programs, max_tiles, MAX_SPLITS), 1)
+    most = max(min(MAX_WAVES * slots // programs, max_tiles, MAX_SPLITS), 1)
     waves = [programs * s / slots for s in range(1, most + 1)]
     filled = [w / max(-(-w // 1), 1.0) for w in waves]
     fill = next(s for s, f in enumerate(filled, 1) if f >= 0.95 * max(filled))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .tiles import plan_splits, select_tile, shared_memory_kb
+from .tiles import MAX_WAVES, all_tiles, shared_memory_kb
 
 # Compute capability, shared memory (KB) and multiprocessors that the interpreter
 # pretends to have.
@@ -42,36 +42,21 @@ class TreeAttentionWorkspace:
     @classmethod
     def allocate(
         cls,
-        max_num_reqs: int,
-        max_query_len: int,
-        num_heads: int,
-        num_kv_heads: int,
         head_size: int,
-        max_seq_len: int,
         device: torch.device | str,
         *,
         dtype: torch.dtype = torch.bfloat16,
     ) -> TreeAttentionWorkspace:
-        """Memory for every batch of up to ``max_num_reqs`` requests.
+        """Memory for every batch, width and length of layers with this head size.
 
-        The number of splits falls as the batch grows, so the largest need lies at a
-        small batch: 26 MB for 32 heads of 128 and width 49 on 132 multiprocessors.
+        Splits are planned for at most two waves of programs, so the rows of a batch
+        are bounded by the machine: 17 MB for heads of 128 on 132 multiprocessors.
         """
         device = torch.device(device)
         _, shared_kb, num_sms = device_limits(device)
-        group_rows = max_query_len * (num_heads // num_kv_heads)
-        full_precision = dtype == torch.float32
-        tile = select_tile(
-            group_rows, head_size, shared_kb, full_precision=full_precision
-        )
-        rows = 0
-        for num_reqs in range(1, max_num_reqs + 1):
-            plan = plan_splits(
-                num_reqs, num_kv_heads, group_rows, tile, max_seq_len, num_sms
-            )
-            if plan.num_splits > 1:
-                rows = max(rows, num_reqs * plan.num_splits)
-        return cls.of_rows(rows * max_query_len * num_heads, head_size, device)
+        tiles = all_tiles(head_size, shared_kb, dtype == torch.float32)
+        rows = max(tile.block_m * tile.ctas_per_sm for tile in tiles)
+        return cls.of_rows(MAX_WAVES * num_sms * rows, head_size, device)
 
     @classmethod
     def of_rows(

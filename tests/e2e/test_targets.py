@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equality with no speculation on targets of other shapes than the tiny default."""
+
+from typing import Any
+
+import pytest
+from engines import engine, generate, model_runner, params, token_ids, tree_config
+from tiny_models import write_target
+
+pytestmark = pytest.mark.e2e
+
+# Less than the nodes of a tree, so that windows by node index and by depth differ, and
+# less than every prompt, so that it cuts the committed prefix too.
+WINDOW = 12
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "mistral with a window in all layers": dict(
+        family="Mistral", sliding_window=WINDOW, num_key_value_heads=1
+    ),
+    "window and full layers in turn": dict(
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=WINDOW,
+    ),
+    "qwen3, head 128, group 1": dict(
+        family="Qwen3", head_dim=128, num_attention_heads=2, num_key_value_heads=2
+    ),
+    "qwen3, head 128, group 4": dict(
+        family="Qwen3", head_dim=128, num_attention_heads=8, num_key_value_heads=2
+    ),
+    "llama, head 64, group 1": dict(num_key_value_heads=4),
+    "llama, head 64, group 4, biases": dict(num_key_value_heads=1, attention_bias=True),
+}
+
+SAMPLING = [
+    dict(),
+    dict(temperature=1.0, seed=21),
+    dict(),
+    dict(temperature=0.8, seed=22, top_k=30, top_p=0.9),
+    dict(),
+    dict(temperature=1.2, seed=23),
+]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_greedy_and_seeded_tokens_equal_no_speculation(
+    tiny_draft, prompts, rig, tmp_path, name
+):
+    target = write_target(tmp_path / "target", **TARGETS[name])
+    options = [params(40, **kwargs) for kwargs in SAMPLING]
+    with engine(target) as llm:
+        expected = token_ids(generate(llm, prompts, options))
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        rig.add_reference(prompt, tokens)
+    with engine(target, tree_config(tiny_draft)) as llm:
+        layers = model_runner(llm).vllm_config.compilation_config.static_forward_context
+        windows = [layers[f"model.layers.{i}.self_attn.attn"].impl for i in range(3)]
+        print([w.sliding_window for w in windows], len(model_runner(llm).block_tables.block_tables))
+        got = token_ids(generate(llm, prompts, options))
+    assert got == expected
+    assert all(len(set(tokens)) > 10 for tokens in expected), expected
+    assert rig.mean_tokens > 2
+    assert rig.num_branching_paths > 20

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA-graph sizes cover the verify batches and stay few."""
+
+from types import SimpleNamespace
+
+import pytest
+from fake_configs import engine, tree_of
+
+from vllm_dflash.graphs import cover_verify_widths, verify_sizes
+
+
+def test_verify_sizes_cover_the_batches_of_a_step():
+    sizes = verify_sizes(tree_of(48), 256, 8192, None)
+    assert all(size % 49 == 0 for size in sizes)
+    # 8192 // 97 requests fit a step.
+    assert sizes[-1] == 84 * 49
+    assert sizes[:8] == [49 * n for n in range(1, 9)]
+    assert len(sizes) < 30
+    gaps = [b / a for a, b in zip(sizes[7:], sizes[8:], strict=False)]
+    assert max(gaps) <= 1.25
+
+
+def test_verify_sizes_stop_at_the_number_of_requests_and_of_tokens():
+    assert verify_sizes(tree_of(48), 4, 8192, None) == [49, 98, 147, 196]
+    assert verify_sizes(tree_of(48), 256, 8192, 2048)[-1] == 41 * 49
+
+
+def test_verify_sizes_of_a_schedule():
+    tree = tree_of(64, [[1, 4, 64], [5, 8, 15], [9, 16, 0]])
+    assert verify_sizes(tree, 16, 8192, None) == sorted(
+        [65, 130, 195, 260] + [16 * n for n in (5, 6, 7, 8)]
+    )
+
+
+def test_last_range_of_a_schedule_goes_on():
+    tree = tree_of(64, [[1, 4, 64], [5, 8, 15]])
+    assert 12 * 16 in verify_sizes(tree, 12, 8192, None)
+    assert 13 * 16 not in verify_sizes(tree, 12, 8192, None)
+
+
+def compilation(sizes, full=True):
+    return SimpleNamespace(
+        cudagraph_capture_sizes=sizes,
+        max_cudagraph_capture_size=max(sizes, default=0),
+        cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: full),
+    )
+
+
+@pytest.mark.parametrize(("user_max_num_seqs", "largest"), [(True, 64), (False, 41)])
+def test_capture_sizes_cover_the_verify_widths(user_max_num_seqs, largest):
+    config = engine(
+        compilation_config=compilation([1, 2, 4, 512]),
+        scheduler_config__max_num_batched_tokens=8192,
+    )
+    cover_verify_widths(
+        config, tree_of(48), user_sizes=False, user_max_num_seqs=user_max_num_seqs
+    )
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    assert {1, 2, 4, 512, 49, 98} <= set(sizes)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == largest * 49
+    assert config.compilation_config.max_cudagraph_capture_size == sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "full", "user_sizes"),
+    [([1, 2, 4], True, True), ([1, 2, 4], False, False), ([], True, False)],
+)
+def test_capture_sizes_that_stay(sizes, full, user_sizes):
+    config = engine(compilation_config=compilation(list(sizes), full))
+    cover_verify_widths(
+        config, tree_of(48), user_sizes=user_sizes, user_max_num_seqs=False
+    )
+    assert config.compilation_config.cudagraph_capture_sizes == sizes
