@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from engine_wave import announce_done, announce_ready, report, run_wave  # noqa: E402
-from model_shapes import write_qwen3_8b  # noqa: E402
+from engine_wave import announce_done, announce_ready, report, run_wave
+from model_shapes import write_qwen3_8b
 
 WARMUP_STEPS = 8
 

@@ -5,6 +5,7 @@ Starting an engine is CPU work, so the engines of a comparison start at the same
 each then waits for its turn and measures while the others are idle.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -77,10 +78,8 @@ class Child:
         self.done.wait()
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def run_wave(commands: dict[str, list[str]], log_dir: Path) -> list[dict[str, Any]]:

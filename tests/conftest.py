@@ -7,6 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+
+# Tiny models: a second thread has nothing to do and spins while it waits, which takes
+# the core away from whoever else is there. Torch reads this when it is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
 import torch
 
 # Triton reads this when it is first imported.

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_dflash.errors import option_error
-from vllm_dflash.schedule import BudgetSchedule, parse_schedule
+from vllm_dflash.schedule import (
+    DEFAULT_PARAMETERS,
+    BudgetSchedule,
+    parse_schedule,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,6 +110,7 @@ def parse_ddtree_option(
     num_speculative_tokens: int | None,
     block_size: int | None,
     is_cpu: bool,
+    parameters: float = DEFAULT_PARAMETERS,
 ) -> DDTreeConfig | None:
     """Turn the value of the key `ddtree` into options.
 
@@ -114,6 +119,7 @@ def parse_ddtree_option(
         num_speculative_tokens: The user's draft depth; None is the draft's largest.
         block_size: The draft checkpoint's block size; None if it names none.
         is_cpu: Whether the CPU's default budget applies.
+        parameters: Of the target on one GPU, for the automatic schedule.
 
     Returns:
         The options, or None if the user has switched trees off.
@@ -162,7 +168,10 @@ def parse_ddtree_option(
         max_children=max_children,
         scale_by_temperature=scale,
         budget_per_batch_size=parse_schedule(
-            options.get("budget_per_batch_size"), budget, is_cpu=is_cpu
+            options.get("budget_per_batch_size"),
+            budget,
+            is_cpu=is_cpu,
+            parameters=parameters,
         ),
         demanded=value is not None,
     )

@@ -4,8 +4,9 @@
 A verify step reads the target's weights once, whatever its number of rows, until the
 rows are so many that arithmetic takes longer. So wide trees are nearly free for a few
 requests and cost their full share for many: the automatic schedule keeps the rows of a
-batch within what the weights' read hides. Any prefix of the node list is the best tree
-of its size, so a smaller budget is a truncation.
+batch within what costs little. Its two constants fit step times of an H200 at
+Qwen3-8B's shape (docs/performance.md). Any prefix of the node list is the best tree of
+its size, so a smaller budget is a truncation.
 """
 
 from __future__ import annotations
@@ -19,21 +20,58 @@ BudgetSchedule = tuple[tuple[int, int, int], ...]
 AUTO = "auto"
 FIXED = "fixed"
 
-# Last number of running requests and verify width there. Widths fill whole tiles of
-# the matrix units. Measured on an H200 at Qwen3-8B's shape (docs/performance.md).
-AUTO_WIDTHS = ((2, 48), (4, 32), (12, 16), (32, 8), (96, 4))
+# Whole tiles of the matrix units; the first is the default budget and its root.
+WIDTHS = (48, 32, 16, 8, 4)
+# Rows of a batch up to which more of them cost little. The first part is what the read
+# of the weights hides (the ratio of arithmetic to bandwidth, which is alike on current
+# GPUs); the second what a step's fixed work hides, which small models have more of.
+_ROWS_OF_WEIGHTS = 80
+_ROW_PARAMETERS_OF_OVERHEAD = 0.45e12
+# Past this multiple even the narrowest tree costs more than its tokens save.
+_MOST_ROWS = 3
+DEFAULT_PARAMETERS = 8e9
 
 
-def auto_schedule(budget: int) -> BudgetSchedule | None:
-    """Return the automatic schedule under a budget; None if it never varies.
+def estimate_parameters(hf_config: Any, tensor_parallel_size: int) -> float:
+    """Parameters that one token of a decoder-only model multiplies with, on one GPU.
 
-    From the last range on a batch is decoded without drafts: verifying even three
-    nodes a request then takes longer than the accepted tokens save.
+    Read from the usual names of a Hugging Face config; a mixture of experts counts the
+    experts of one token. Unknown layouts count as ``DEFAULT_PARAMETERS``.
     """
+    try:
+        hidden, layers = hf_config.hidden_size, hf_config.num_hidden_layers
+        heads = hf_config.num_attention_heads
+        kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+        head_size = getattr(hf_config, "head_dim", None) or hidden // heads
+        attention = 2 * hidden * head_size * (heads + kv_heads)
+        experts = getattr(hf_config, "num_experts_per_tok", None)
+        width = getattr(hf_config, "moe_intermediate_size", None)
+        if not experts or not width:
+            experts, width = experts or 1, hf_config.intermediate_size
+        total = layers * (attention + 3 * hidden * width * experts)
+        total += hidden * hf_config.vocab_size
+    except (AttributeError, TypeError, ZeroDivisionError):
+        return DEFAULT_PARAMETERS
+    return total / tensor_parallel_size
+
+
+def auto_schedule(budget: int, parameters: float) -> BudgetSchedule:
+    """Return the automatic schedule of a model under a budget.
+
+    From the last range on a batch is decoded without drafts.
+    """
+    rows = _ROWS_OF_WEIGHTS + _ROW_PARAMETERS_OF_OVERHEAD / parameters
     schedule: list[tuple[int, int, int]] = []
     first = 1
-    for index, (last, width) in enumerate(AUTO_WIDTHS):
+    for index, width in enumerate(WIDTHS):
+        is_narrowest = index == len(WIDTHS) - 1
+        last = int(rows * (_MOST_ROWS if is_narrowest else 1) // width)
         nodes = budget if index == 0 else min(budget, width - 1)
+        if index == 0:
+            # One request always gets the whole tree.
+            last = max(last, 1)
+        if last < first:
+            continue
         if schedule and schedule[-1][2] == nodes:
             schedule[-1] = (schedule[-1][0], last, nodes)
         else:
@@ -42,8 +80,16 @@ def auto_schedule(budget: int) -> BudgetSchedule | None:
     return (*schedule, (first, first, 0))
 
 
-def parse_schedule(value: Any, budget: int, *, is_cpu: bool) -> BudgetSchedule | None:
+def parse_schedule(
+    value: Any, budget: int, *, is_cpu: bool, parameters: float = DEFAULT_PARAMETERS
+) -> BudgetSchedule | None:
     """Turn the option into inclusive `(first, last, nodes)` ranges; None is fixed.
+
+    Args:
+        value: The option, None if it was not given.
+        budget: The largest number of nodes.
+        is_cpu: The default is `fixed` there and `auto` on a GPU.
+        parameters: Of the target, for `auto`.
 
     Raises:
         ValueError: The value, a range or a number of nodes is wrong.
@@ -53,7 +99,7 @@ def parse_schedule(value: Any, budget: int, *, is_cpu: bool) -> BudgetSchedule |
     if value == FIXED:
         return None
     if value == AUTO:
-        return auto_schedule(budget)
+        return auto_schedule(budget, parameters)
     example = (
         f'"ddtree": {{"budget": {budget}, "budget_per_batch_size": '
         f"[[1, 8, {budget}], [9, 256, {min(budget, 7)}]]}}"

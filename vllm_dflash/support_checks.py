@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 TREE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-_CPU_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+_CACHE_DTYPES = ("auto", "bfloat16", "float16")
 TREE_DRAFT = "DFlashDraftModel"
 
 # Returns what was found, as the user would type it; None if the row does not apply.
@@ -79,12 +78,6 @@ def find_runner_v1(config: VllmConfig) -> str | None:
     return None if config.use_v2_model_runner else "Model Runner V1"
 
 
-def _is_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
 def find_other_task(config: VllmConfig) -> str | None:
     runner_type = config.model_config.runner_type
     return None if runner_type == "generate" else f"runner {runner_type}"
@@ -113,8 +106,7 @@ def find_other_backend(config: VllmConfig) -> str | None:
 
 def find_other_cache_dtype(config: VllmConfig) -> str | None:
     dtype = config.cache_config.cache_dtype
-    allowed = _CPU_CACHE_DTYPES if _is_cpu() else _CACHE_DTYPES
-    return None if dtype in allowed else f"--kv-cache-dtype {dtype}"
+    return None if dtype in _CACHE_DTYPES else f"--kv-cache-dtype {dtype}"
 
 
 def tokens_reserved(tree: DDTreeConfig) -> int:

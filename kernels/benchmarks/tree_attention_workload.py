@@ -139,9 +139,7 @@ def tree_call(w: Workload, **overrides: object) -> Call:
     from vllm_dflash_kernels.tree_attention.launch import launch_tree_attention
 
     if not overrides:
-        workspace = TreeAttentionWorkspace.allocate(
-            w.shape.head_size, w.query.device
-        )
+        workspace = TreeAttentionWorkspace.allocate(w.shape.head_size, w.query.device)
         return lambda pool: tree_attention(
             w.query,
             w.key_cache,

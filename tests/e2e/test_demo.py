@@ -11,7 +11,12 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # What the test session sets for engines in its own process.
-SESSION_VARIABLES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
+SESSION_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_LOGGING_LEVEL",
+)
 
 
 def test_demo_shows_equal_tokens_and_a_tree_that_accepts_more_than_the_chain():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from engines import engine, generate, model_runner, params, token_ids, tree_config
-from tiny_models import write_target
+from tiny_models import NUM_LAYERS, write_target
 
 pytestmark = pytest.mark.e2e
 
@@ -31,6 +31,13 @@ TARGETS: dict[str, dict[str, Any]] = {
     "llama, head 64, group 4, biases": dict(num_key_value_heads=1, attention_bias=True),
 }
 
+
+def attention_layers(llm: Any) -> list[Any]:
+    """The target's attention layers, in order."""
+    context = model_runner(llm).vllm_config.compilation_config.static_forward_context
+    return [context[f"model.layers.{i}.self_attn.attn"] for i in range(NUM_LAYERS)]
+
+
 SAMPLING = [
     dict(),
     dict(temperature=1.0, seed=21),
@@ -46,17 +53,19 @@ def test_greedy_and_seeded_tokens_equal_no_speculation(
     tiny_draft, prompts, rig, tmp_path, name
 ):
     target = write_target(tmp_path / "target", **TARGETS[name])
-    options = [params(40, **kwargs) for kwargs in SAMPLING]
+    options = [params(24, **kwargs) for kwargs in SAMPLING]
     with engine(target) as llm:
         expected = token_ids(generate(llm, prompts, options))
     for prompt, tokens in zip(prompts, expected, strict=True):
         rig.add_reference(prompt, tokens)
     with engine(target, tree_config(tiny_draft)) as llm:
-        layers = model_runner(llm).vllm_config.compilation_config.static_forward_context
-        windows = [layers[f"model.layers.{i}.self_attn.attn"].impl for i in range(3)]
-        print([w.sliding_window for w in windows], len(model_runner(llm).block_tables.block_tables))
+        windows = [a.impl.sliding_window for a in attention_layers(llm)]
         got = token_ids(generate(llm, prompts, options))
     assert got == expected
-    assert all(len(set(tokens)) > 10 for tokens in expected), expected
+    # The configs did what they say.
+    layer_types = TARGETS[name].get("layer_types", ["sliding_attention"] * 3)
+    window = TARGETS[name].get("sliding_window", -1)
+    assert windows == [window if "sliding" in t else -1 for t in layer_types]
+    assert all(len(set(tokens)) > 10 for tokens in expected)
     assert rig.mean_tokens > 2
     assert rig.num_branching_paths > 20

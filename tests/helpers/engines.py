@@ -24,9 +24,7 @@ ENGINE_DEFAULTS: dict[str, Any] = dict(
 
 def tree_config(draft: str, **ddtree: Any) -> dict[str, Any]:
     """The speculative_config of a demanded tree."""
-    return dict(
-        method="dflash", model=draft, ddtree={"budget": TREE_BUDGET, **ddtree}
-    )
+    return dict(method="dflash", model=draft, ddtree={"budget": TREE_BUDGET, **ddtree})
 
 
 def chain_config(draft: str, depth: int = 7) -> dict[str, Any]:
@@ -37,7 +35,9 @@ def chain_config(draft: str, depth: int = 7) -> dict[str, Any]:
 
 
 @contextmanager
-def engine(target: str, speculative_config: dict[str, Any] | None = None, **kwargs: Any):
+def engine(
+    target: str, speculative_config: dict[str, Any] | None = None, **kwargs: Any
+):
     """An LLM that is shut down afterwards, so that the next one starts clean."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory

@@ -101,9 +101,7 @@ class RiggedDraft:
                 continue
             for level in range(depth):
                 row = req * depth + level
-                candidates = self._candidates(
-                    reference, length + level, num_candidates
-                )
+                candidates = self._candidates(reference, length + level, num_candidates)
                 weights = sorted(
                     (self._random.random() ** 2 + 1e-3 for _ in candidates),
                     reverse=True,

@@ -80,9 +80,7 @@ def write_draft(path: Path, *, seed: int = 1, **config_overrides: Any) -> str:
         architectures=["DFlashDraftModel"],
         block_size=BLOCK_SIZE,
         num_target_layers=NUM_LAYERS,
-        dflash_config=dict(
-            mask_token_id=MASK_TOKEN, target_layer_ids=TARGET_LAYER_IDS
-        ),
+        dflash_config=dict(mask_token_id=MASK_TOKEN, target_layer_ids=TARGET_LAYER_IDS),
     )
     config.update(config_overrides)
     (path / "config.json").write_text(json.dumps(config))
@@ -110,9 +108,7 @@ def write_speculators_draft(
             proposal_methods=[
                 dict(proposal_type="greedy", speculative_tokens=BLOCK_SIZE - 1)
             ],
-            verifier=dict(
-                architectures=["LlamaForCausalLM"], name_or_path=target
-            ),
+            verifier=dict(architectures=["LlamaForCausalLM"], name_or_path=target),
         ),
         transformer_layer_config=decoder,
         draft_vocab_size=DRAFT_VOCAB_SIZE,

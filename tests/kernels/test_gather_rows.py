@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+
 from vllm_dflash_kernels.gather_rows import gather_rows
 
 

@@ -10,8 +10,8 @@ import torch
 from attention_batches import TREE7, Batch, check, random_requests, tree
 
 from vllm_dflash_kernels.testing import ancestor_matrix, pack_bits, random_tree
-from vllm_dflash_kernels.tree_attention import workspace as workspace_module
 from vllm_dflash_kernels.tree_attention import TreeAttentionWorkspace, tree_attention
+from vllm_dflash_kernels.tree_attention import workspace as workspace_module
 from vllm_dflash_kernels.tree_attention.tiles import (
     HEAD_SIZES,
     MAX_SPLITS,
@@ -124,9 +124,7 @@ def test_workspace_holds_every_batch_and_width(
         tile = select_tile(rows, head_size, 227)
         for num_reqs in (*range(1, 70), 128, 256):
             for max_seq_len in (100, 4096, 131072):
-                plan = plan_splits(
-                    num_reqs, num_kv_heads, rows, tile, max_seq_len, 132
-                )
+                plan = plan_splits(num_reqs, num_kv_heads, rows, tile, max_seq_len, 132)
                 if plan.num_splits > 1:
                     needed = num_reqs * num_kv_heads * plan.num_splits * rows
                     assert needed <= held
@@ -135,9 +133,7 @@ def test_workspace_holds_every_batch_and_width(
 def test_workspace_is_reused_and_checked(device):
     batch = Batch([tree(200, TREE7)], device)
     heads = batch.shape
-    workspace = TreeAttentionWorkspace.allocate(
-        heads[2], device, dtype=torch.float32
-    )
+    workspace = TreeAttentionWorkspace.allocate(heads[2], device, dtype=torch.float32)
     first = batch.run(workspace=workspace, max_seq_len=4096)
     check("workspace", batch.expected(), first)
     assert torch.isfinite(workspace.lse).any(), "the splits did not use it"

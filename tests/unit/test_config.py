@@ -173,23 +173,6 @@ def test_fewer_nodes_than_the_depth_at_high_load():
     assert tree.widths == (4, 49)
 
 
-@pytest.mark.parametrize("option", [{}, {"budget_per_batch_size": "auto"}])
-def test_automatic_schedule_verifies_less_under_load(option):
-    schedule = parse(option, is_cpu=False).budget_per_batch_size
-    nodes = [entry[2] for entry in schedule]
-    assert nodes == sorted(nodes, reverse=True)
-    assert nodes[0] == 47 and nodes[-1] == 0
-    # The rows of one verify step stay within a few hundred.
-    assert all(last * (n + 1) <= 400 for _, last, n in schedule[:-1])
-
-
-def test_automatic_schedule_stays_under_the_budget():
-    schedule = parse({"budget": 15}, is_cpu=False).budget_per_batch_size
-    assert schedule == ((1, 12, 15), (13, 32, 7), (33, 96, 3), (97, 97, 0))
-    schedule = parse({"budget": 96}, is_cpu=False).budget_per_batch_size
-    assert schedule[:2] == ((1, 2, 96), (3, 4, 31))
-
-
 @pytest.mark.parametrize(
     ("option", "is_cpu"), [({"budget_per_batch_size": "fixed"}, False), ({}, True)]
 )

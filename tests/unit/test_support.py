@@ -31,7 +31,6 @@ def test_plain_engine_is_supported(cuda):
     [
         {"attention_config__backend": named("FLASH_ATTN")},
         {"attention_config__backend": named("TRITON_ATTN")},
-        {"cache_config__cache_dtype": "fp8"},
         {"cache_config__cache_dtype": "bfloat16"},
     ],
 )
@@ -61,7 +60,7 @@ REFUSED = {
     "diffusion models": {"model_config__is_diffusion": True},
     "pooling models": {"model_config__runner_type": "pooling"},
     "another attention backend": {"attention_config__backend": named("FLASHINFER")},
-    "another KV cache type": {"cache_config__cache_dtype": "int8_per_token_head"},
+    "a quantised KV cache": {"cache_config__cache_dtype": "fp8"},
     "KV-sharing fast prefill": {"cache_config__kv_sharing_fast_prefill": True},
     "another kind of draft": {
         "speculative_config__draft_model_config": draft("DFlash2DraftModel")
@@ -139,13 +138,6 @@ def test_another_device_is_refused(cuda):
     cuda.is_cuda = lambda: False
     cuda.device_name = "tpu"
     assert "got tpu" in support.find_refusal(engine()).reason
-
-
-def test_fp8_cache_is_refused_on_the_cpu(cuda):
-    cuda.is_cpu = lambda: True
-    refusal = support.find_refusal(engine(cache_config__cache_dtype="fp8"))
-    assert "--kv-cache-dtype fp8" in refusal.reason
-    assert support.find_refusal(engine()) is None
 
 
 def test_other_model_states_are_refused():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every tree-aware metadata builder does, whatever its base backend."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,10 +71,24 @@ class TreeBuilderMixin:
         tree: TreeAttention | None = None,
         **kwargs: Any,
     ) -> Any:
-        metadata = super().build(  # type: ignore[misc]
-            common_prefix_len, common_attn_metadata, fast_build, **kwargs
-        )
+        with self._without_schedule(tree is not None and tree.pure):
+            metadata = super().build(  # type: ignore[misc]
+                common_prefix_len, common_attn_metadata, fast_build, **kwargs
+            )
         return self._attach(metadata, tree)
+
+    @contextmanager
+    def _without_schedule(self, skip: bool) -> Iterator[None]:
+        """No FlashAttention split schedule for a batch that only verifies trees."""
+        scheduled = getattr(self, "aot_schedule", False)
+        if not (skip and scheduled):
+            yield
+            return
+        self.aot_schedule = False
+        try:
+            yield
+        finally:
+            self.aot_schedule = scheduled
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

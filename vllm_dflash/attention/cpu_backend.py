@@ -73,7 +73,10 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             for name, used in (
                 ("ALiBi", self.alibi_slopes is not None),
                 ("a quantised KV cache", self.is_fp8_kv_cache),
-                (f"{self.attn_type} attention", self.attn_type != AttentionType.DECODER),
+                (
+                    f"{self.attn_type} attention",
+                    self.attn_type != AttentionType.DECODER,
+                ),
             )
             if used
         ]

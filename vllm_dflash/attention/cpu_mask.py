@@ -45,7 +45,9 @@ def attention_mask(
         if tree is not None and req < tree.num_verify_reqs:
             num_nodes = int(tree.tree_len[req])
         if num_nodes:
-            ancestors = unpack_ancestors(tree.batch_ancestors[req, :num_nodes], num_nodes)
+            ancestors = unpack_ancestors(
+                tree.batch_ancestors[req, :num_nodes], num_nodes
+            )
             base = seq_len - num_nodes
             mask[-num_nodes:, base:] = ancestors
             # A node's ancestors, itself included, number depth + 1.

@@ -22,6 +22,7 @@ from vllm_dflash.config import (
     resolve_depth,
 )
 from vllm_dflash.logger import init_logger
+from vllm_dflash.schedule import estimate_parameters
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -189,6 +190,9 @@ def _decide(
             num_speculative_tokens=depth,
             block_size=support.draft_block_size(config),
             is_cpu=current_platform.is_cpu(),
+            parameters=estimate_parameters(
+                config.target_model_config.hf_text_config, args.tensor_parallel_size
+            ),
         )
     except ValueError as error:
         if option is not None:

@@ -28,6 +28,7 @@ from vllm_dflash.runner.runtime import TreeRuntime
 from vllm_dflash.tree.builder import TreeBuilder
 from vllm_dflash_kernels.gather_rows import gather_rows
 
+
 def draft_vllm_config(vllm_config: VllmConfig, depth: int) -> VllmConfig:
     """A copy of the engine's config for the draft: K drafts, no width schedule."""
     config = copy.copy(vllm_config)
