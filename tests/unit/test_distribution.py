@@ -96,14 +96,15 @@ class Toy:
         self.sampler.apply_staged_writes()
         prefixes = torch.zeros(BATCH_SIZE, dtype=torch.long, device=self.device)
         lengths = torch.zeros_like(prefixes)
-        while bool((lengths < NUM_TOKENS).any()):
-            prefixes, lengths = self.round(prefixes, lengths)
+        while len(slots := (lengths < NUM_TOKENS).nonzero()[:, 0]):
+            prefixes[slots], lengths[slots] = self.verify_round(
+                slots, prefixes[slots], lengths[slots]
+            )
         return prefixes
 
-    def round(self, prefixes, lengths):
-        """One verify of every request; those that have finished keep what they have."""
-        num_reqs, width = BATCH_SIZE, BUDGET + 1
-        slots = torch.arange(num_reqs, device=self.device)
+    def verify_round(self, slots, prefixes, lengths):
+        """Draft and verify once; return the prefixes and lengths after it."""
+        num_reqs, width = len(slots), BUDGET + 1
         logits = torch.randn(num_reqs * DEPTH, VOCAB_SIZE, generator=self.generator)
         row_to_slot = slots.repeat_interleave(DEPTH)
         self.builder.collect_candidates(
@@ -113,10 +114,10 @@ class Toy:
         )
         self.builder.build(num_reqs, row_to_slot)
 
-        drafts = self.builder.draft_tokens
+        drafts = self.builder.draft_tokens[:num_reqs]
         row_prefixes = [prefixes]
         for node in range(1, width):
-            parents = self.trees.parents[:, node].long()
+            parents = self.trees.parents[slots, node].long()
             parent_prefixes = torch.stack(row_prefixes, 1).gather(1, parents[:, None])
             row_prefixes.append(child(parent_prefixes[:, 0], drafts[:, node - 1]))
         # Beyond the table nothing is emitted.
@@ -154,7 +155,7 @@ class Toy:
             ),
         )
         counts = output.num_sampled.long()
-        self.num_accepted += int((counts - 1)[lengths < NUM_TOKENS].sum())
+        self.num_accepted += int((counts - 1).sum())
         for place in range(DEPTH + 1):
             emitted = (place < counts) & (lengths < NUM_TOKENS)
             tokens = output.sampled_token_ids[:, place].clamp(min=0)

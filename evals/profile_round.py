@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where one engine's steps go: kernels on the GPU, functions on the host, graphs.
+
+    python evals/profile_round.py chain --batch 1
+    python evals/profile_round.py 47 --batch 8
+    python evals/profile_round.py auto --target TARGET --draft DRAFT
+
+Runs one engine in this process (``none``, ``chain``, ``auto`` or a fixed budget), of
+Qwen3-8B's shape with dummy weights unless a pair is given, and prints microseconds per
+step by kernel, the host functions with the most time of their own, and which CUDA graph
+served each step. Host times are inflated by the profiler: compare engines only.
+"""
+
+import argparse
+import collections
+import cProfile
+import os
+import pstats
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from bench_round import speculative_config
+from model_shapes import write_qwen3_8b
+
+WARMUP_STEPS, PROFILED_STEPS = 15, 20
+
+
+class Engine:
+    """An engine that answers a fixed batch of random prompts again and again."""
+
+    def __init__(self, args: argparse.Namespace):
+        from vllm import LLM
+
+        target, draft = args.target, args.draft
+        options: dict[str, Any] = dict(load_format="dummy")
+        if target is None:
+            target, draft = write_qwen3_8b(Path(tempfile.mkdtemp()))
+        else:
+            options.clear()
+        config = speculative_config(args.engine, draft)
+        if config is not None:
+            options["speculative_config"] = config
+        self.engine = LLM(
+            model=target,
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            max_num_seqs=max(8, args.batch),
+            max_num_batched_tokens=8192,
+            gpu_memory_utilization=0.5,
+            **options,
+        ).llm_engine
+        rng = random.Random(1)
+        self.prompts = [
+            [rng.randrange(10, 40000) for _ in range(args.context)]
+            for _ in range(args.batch)
+        ]
+        self.request_id = 0
+
+    def run(self, max_tokens: int, on_step=lambda step: None) -> list[float]:
+        """Return the time of each step in milliseconds, prefill and tail left out."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        for prompt in self.prompts:
+            self.request_id += 1
+            self.engine.add_request(
+                str(self.request_id), {"prompt_token_ids": prompt}, params
+            )
+        times, step = [time.perf_counter()], 0
+        while self.engine.has_unfinished_requests():
+            on_step(step)
+            self.engine.step()
+            times.append(time.perf_counter())
+            step += 1
+        return [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)][8:-3]
+
+
+def profile_device(engine: Engine, max_tokens: int) -> None:
+    import torch
+
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def on_step(step: int) -> None:
+        if step == WARMUP_STEPS:
+            profiler.start()
+        elif step == WARMUP_STEPS + PROFILED_STEPS:
+            torch.cuda.synchronize()
+            profiler.stop()
+
+    engine.run(max_tokens, on_step)
+    total: collections.Counter[str] = collections.Counter()
+    calls: collections.Counter[str] = collections.Counter()
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            total[event.name] += event.device_time_total
+            calls[event.name] += 1
+    print(f"\nGPU: {sum(total.values()) / PROFILED_STEPS:.0f} us per step")
+    for name, value in total.most_common(40):
+        count = calls[name] / PROFILED_STEPS
+        print(f"{value / PROFILED_STEPS:9.1f} us {count:6.1f} x  {name[:90]}")
+
+
+def profile_host(engine: Engine, max_tokens: int) -> None:
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    modes: collections.Counter[tuple] = collections.Counter()
+    dispatch = CudaGraphManager.dispatch
+
+    def counting(self, *args, **kwargs):
+        found = dispatch(self, *args, **kwargs)
+        modes[type(self).__name__, found.cg_mode.name, found.num_tokens] += 1
+        return found
+
+    CudaGraphManager.dispatch = counting
+    profile = cProfile.Profile()
+    profile.enable()
+    engine.run(max_tokens)
+    profile.disable()
+    CudaGraphManager.dispatch = dispatch
+    print("\ngraphs:", modes.most_common(8))
+    pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", help="none, chain, auto or a number of nodes")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1000)
+    parser.add_argument("--max-tokens", type=int, default=60)
+    parser.add_argument("--target", help="a real pair instead of dummy weights")
+    parser.add_argument("--draft")
+    args = parser.parse_args()
+    engine = Engine(args)
+    engine.run(args.max_tokens)
+    steps = engine.run(args.max_tokens)
+    print(
+        f"{args.engine}, batch {args.batch}: {statistics.median(steps):.3f} ms a step"
+    )
+    profile_device(engine, args.max_tokens)
+    profile_host(engine, args.max_tokens)
+
+
+if __name__ == "__main__":
+    main()
