@@ -65,11 +65,11 @@ def verify_sizes(
         last = min(last, max_num_seqs, max_num_batched_tokens // (width + tree.budget))
         if max_graph_tokens is not None:
             last = min(last, max_graph_tokens // width)
-        sizes |= {count * width for count in _request_counts(first, last)}
+        sizes |= {count * width for count in request_counts(first, last)}
     return sorted(sizes)
 
 
-def _request_counts(first: int, last: int) -> list[int]:
+def request_counts(first: int, last: int) -> list[int]:
     """Return batch sizes from `first` to `last`, at most a quarter apart."""
     counts = []
     count = first
@@ -77,3 +77,21 @@ def _request_counts(first: int, last: int) -> list[int]:
         counts.append(count)
         count += max(1, (1 << (count.bit_length() - 1)) // 4)
     return [*counts, last] if last >= first else []
+
+
+def draft_sizes(
+    tree: DDTreeConfig, max_num_seqs: int, verify_sizes: list[int]
+) -> list[int]:
+    """Return the token counts of the draft's graphs, K + 1 rows a request, ascending.
+
+    The draft is as wide whatever the tree's width, so it is captured for the batch
+    sizes whose verify is captured at any width.
+    """
+    counts = [
+        size // width
+        for size in verify_sizes
+        for width in tree.widths
+        if width > 1 and size % width == 0
+    ]
+    largest = min(max(counts, default=1), max_num_seqs)
+    return [count * (tree.depth + 1) for count in request_counts(1, largest)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from fake_configs import engine, tree_of
 
-from vllm_dflash.graphs import cover_verify_widths, verify_sizes
+from vllm_dflash.graphs import cover_verify_widths, draft_sizes, verify_sizes
 
 
 def test_verify_sizes_cover_the_batches_of_a_step():
@@ -72,3 +72,19 @@ def test_capture_sizes_that_stay(sizes, full, user_sizes):
         config, tree_of(48), user_sizes=user_sizes, user_max_num_seqs=False
     )
     assert config.compilation_config.cudagraph_capture_sizes == sizes
+
+
+def test_draft_graphs_cover_every_batch_that_verifies_in_a_graph():
+    tree = tree_of(47, [[1, 2, 47], [3, 4, 31], [5, 96, 3], [97, 97, 0]])
+    sizes = verify_sizes(tree, 256, 8192, 2048)
+    draft = draft_sizes(tree, 256, [1, 2, 4, *sizes])
+    assert all(size % 16 == 0 for size in draft)
+    # 96 requests of 4 rows verify in a graph, so 96 drafts do.
+    assert draft[0] == 16 and draft[-1] == 96 * 16
+    assert max(b / a for a, b in zip(draft[7:], draft[8:], strict=False)) <= 1.25
+
+
+def test_draft_graphs_of_one_width():
+    assert draft_sizes(tree_of(48), 4, [49, 98, 147, 196]) == [16, 32, 48, 64]
+    # A size that no verify batch has says nothing about the draft.
+    assert draft_sizes(tree_of(48), 64, [512]) == [16]

@@ -23,6 +23,7 @@ from vllm_dflash.attention.registry import (
     install_tree_backends,
 )
 from vllm_dflash.config import DDTreeConfig, get_ddtree_config
+from vllm_dflash.graphs import draft_sizes
 from vllm_dflash.runner.path_batch import PathBatchMaker
 from vllm_dflash.runner.runtime import TreeRuntime
 from vllm_dflash.tree.builder import TreeBuilder
@@ -89,17 +90,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         # graphs are K + 1 wide.
         engine_config = self.vllm_config
         compilation = copy.copy(engine_config.compilation_config)
-        sizes = compilation.cudagraph_capture_sizes
-        if sizes:
-            num_reqs = {-(-size // self.config.width) for size in sizes}
-            num_reqs = {n for n in num_reqs if n <= self.max_num_reqs}
-            num_reqs.add(self.max_num_reqs if len(num_reqs) == 0 else max(num_reqs))
-            compilation.cudagraph_capture_sizes = sorted(
-                n * self.num_query_per_req for n in num_reqs
+        if compilation.cudagraph_capture_sizes:
+            sizes = draft_sizes(
+                self.config, self.max_num_reqs, compilation.cudagraph_capture_sizes
             )
-            compilation.max_cudagraph_capture_size = max(
-                compilation.cudagraph_capture_sizes
-            )
+            compilation.cudagraph_capture_sizes = sizes
+            compilation.max_cudagraph_capture_size = sizes[-1]
         self.vllm_config = copy.copy(engine_config)
         self.vllm_config.compilation_config = compilation
         try:
