@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every environment variable of the plugin, read when it is used.
 
-A user's wishes go into `speculative_config`; these switches are for the CPU set-up
-and for debugging.
+A user's wishes go into `speculative_config`; these are for the CPU set-up and the demo.
 """
 
 import os
@@ -33,6 +32,11 @@ environment_variables: dict[str, Callable[[], Any]] = {
     # Where the demo keeps its downloaded model and its logs; None is the default.
     "VLLM_DFLASH_CACHE": lambda: os.environ.get("VLLM_DFLASH_CACHE") or None,
 }
+
+
+def any_is_set() -> bool:
+    """Tell whether the environment names one of the variables."""
+    return any(name in os.environ for name in environment_variables)
 
 
 def __getattr__(name: str) -> Any:

@@ -45,9 +45,10 @@ def register() -> None:
     for name in ("create_speculative_config", "create_engine_config"):
         _apply(name, "the key ddtree is refused by vLLM")
     _apply("init_speculator", "an engine with trees can't start its workers")
+    if envs.any_is_set():
+        _apply("environment_variables", "vLLM warns about VLLM_DFLASH_*")
     try:
         if envs.VLLM_DFLASH_CPU:
-            _apply("environment_variables", "vLLM warns about VLLM_DFLASH_CPU")
             from vllm_dflash.patches.cpu_kernels import install_when_imported
 
             install_when_imported()

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_dflash.config import OPTION_KEY, DDTreeConfig
+from vllm_dflash.config import OPTION_KEY, DDTreeConfig, resolve_depth
 from vllm_dflash.support_checks import tokens_reserved
 from vllm_dflash.support_table import FEATURES, Status
 
@@ -58,7 +58,7 @@ def find_early_refusal(
         return Refusal(
             "num_speculative_tokens_per_batch_size counts the drafts of a chain (got "
             f"{schedule}). Trees have a schedule of their own",
-            f'"{OPTION_KEY}": {{"budget_per_batch_size": [[1, 8, 48], [9, 256, 16]]}}',
+            f'"{OPTION_KEY}": {{"budget_per_batch_size": [[1, 8, 16], [9, 256, 3]]}}',
         )
     needed = tokens_reserved(tree)
     if max_num_batched_tokens is None or max_num_batched_tokens >= needed:
@@ -109,16 +109,50 @@ def draft_block_size(config: SpeculativeConfig) -> int | None:
     return size
 
 
+def draft_depth(config: SpeculativeConfig) -> int:
+    """Return the depth of a draft for which the user has named none.
+
+    Raises:
+        ValueError: The draft checkpoint doesn't name one either.
+    """
+    block_size = draft_block_size(config)
+    if block_size is None:
+        named = _speculators_depth(config)
+        if named is not None:
+            return named
+    return resolve_depth(None, block_size)
+
+
+def _speculators_depth(config: SpeculativeConfig) -> int | None:
+    """Return `speculative_tokens` of a checkpoint in the speculators layout.
+
+    vLLM reads it when the checkpoint is named as the model, and drops it, like the
+    block size, when it is named as the draft.
+    """
+    from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    draft = config.draft_model_config
+    if not isinstance(draft.hf_config, SpeculatorsConfig):
+        return None
+    words = get_hf_file_to_dict("config.json", draft.model, draft.revision) or {}
+    return SpeculatorsConfig.extract_vllm_speculative_config(words)[
+        "num_speculative_tokens"
+    ]
+
+
 def log_tree(
     logger: logging.Logger, config: VllmConfig, tree: DDTreeConfig, backend: str | None
 ) -> None:
     """Say at start-up what the trees look like."""
     scheduler = config.scheduler_config
     schedule = tree.budget_per_batch_size
+    compilation = config.compilation_config
     graphs = [
         size
-        for size in config.compilation_config.cudagraph_capture_sizes or ()
-        if any(size % width == 0 for width in tree.widths)
+        for size in compilation.cudagraph_capture_sizes or ()
+        if compilation.cudagraph_mode.has_full_cudagraphs()
+        and any(width > 1 and size % width == 0 for width in tree.widths)
     ]
     logger.info(
         "DDTree verifies every DFlash block as a tree: depth %d, budget %d nodes%s, "

@@ -261,10 +261,12 @@ def test_joining_aborted_and_finished_requests_leave_others_alone(
         stepper.add(names[3], prompts[3], options[3])
         while names[2] not in stepper.finished:
             stepper.step()
-        assert names[0] not in stepper.finished
-        paths_before = len(rig.paths)
         for i in (4, 5):
             stepper.add(names[i], prompts[i], options[i])
+        while names[0] not in stepper.finished:
+            stepper.step()
+        # From here on every request is in a slot that was poisoned before.
+        paths_before = len(rig.paths)
         stepper.run()
     assert len(poisoned) >= 3
     aborted = stepper.tokens[names[1]]
@@ -272,7 +274,7 @@ def test_joining_aborted_and_finished_requests_leave_others_alone(
     assert aborted == expected[1][: len(aborted)]
     for i in (0, 2, 3, 4, 5):
         assert stepper.tokens[names[i]] == expected[i]
-    # Poison made chains of these slots; their new requests verify trees.
+    # The poison says chain; the slots' new requests verify trees.
     late = rig.paths[paths_before:]
     assert sum(path != list(range(len(path))) for path in late) > 5
 

@@ -156,12 +156,14 @@ class TestSpeculatorsLayout:
         layout = Layout([-1, -1], [False, False])
         check_drafts(tiny_target, draft, rig, prompts, greedy_reference, layout)
 
-    def test_nodes_are_target_ids(self, tiny_target, prompts, tmp_path):
+    def test_nodes_are_target_ids_down_to_the_depth_that_it_names(
+        self, tiny_target, prompts, tmp_path
+    ):
         draft = write_speculators_draft(tmp_path / "draft", target=tiny_target)
         offsets = load_file(f"{draft}/model.safetensors")["d2t"]
         target_ids = set((torch.arange(DRAFT_VOCAB_SIZE) + offsets).tolist())
-        config = {**tree_config(draft), "num_speculative_tokens": DEPTH}
-        with engine(tiny_target, config) as llm:
+        with engine(tiny_target, tree_config(draft)) as llm:
+            assert model_runner(llm).speculator.config.depth == DEPTH
             records = record_drafts(llm)
             generate(llm, prompts[:2], params(6))
         seen = {

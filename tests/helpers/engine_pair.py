@@ -49,13 +49,19 @@ class EnginePair:
     tree: Any
     rig: RiggedDraft
 
-    def compare(self, prompts: list[list[int]], params: Any) -> Comparison:
-        """Run the requests on both engines, each in one call."""
+    def compare(
+        self, prompts: list[list[int]], params: Any, *, rigged: bool = True
+    ) -> Comparison:
+        """Run the requests on both engines, each in one call.
+
+        Without the rig the second engine's draft model is on its own.
+        """
         self.rig.forget()
         expected = generate(self.plain, prompts, params)
-        for prompt, output in zip(prompts, expected, strict=True):
-            for sample in _samples(output):
-                self.rig.add_reference(prompt, sample)
+        if rigged:
+            for prompt, output in zip(prompts, expected, strict=True):
+                for sample in _samples(output):
+                    self.rig.add_reference(prompt, sample)
         return Comparison(expected, generate(self.tree, prompts, params))
 
     @property

@@ -76,7 +76,7 @@ def test_budget_default_is_that_of_the_device_and_never_below_the_depth():
         return _server_specs(args, PAIR, is_cpu=is_cpu)[0].speculative_config["ddtree"]
 
     assert budget(is_cpu=True) == {"budget": 16}
-    assert budget(is_cpu=False) == {"budget": 48}
+    assert budget(is_cpu=False) == {"budget": 47}
     assert budget("--depth", "20", is_cpu=True) == {"budget": 20}
     assert budget("--budget", "64", is_cpu=True) == {"budget": 64}
 

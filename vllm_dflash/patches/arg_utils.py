@@ -19,7 +19,6 @@ from vllm_dflash.config import (
     DDTreeConfig,
     get_ddtree_config,
     parse_ddtree_option,
-    resolve_depth,
 )
 from vllm_dflash.logger import init_logger
 from vllm_dflash.schedule import estimate_parameters
@@ -63,7 +62,7 @@ def wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[...
 
         _refuse_misplaced_options(self)
         if default_depth:
-            depth = resolve_depth(None, support.draft_block_size(config))
+            depth = support.draft_depth(config)
             config.num_speculative_tokens = depth
             self.speculative_config[_TOKENS_KEY] = depth
         if given:
@@ -167,7 +166,7 @@ def _refuse_misplaced_options(args: EngineArgs) -> None:
         raise ValueError(
             f"ddtree is in additional_config (got {additional_config[OPTION_KEY]!r}). "
             "It belongs into speculative_config. Type --speculative-config "
-            '\'{"method": "dflash", "model": ..., "ddtree": {"budget": 48}}\'.'
+            '\'{"method": "dflash", "model": ..., "ddtree": {"budget": 47}}\'.'
         )
 
 
