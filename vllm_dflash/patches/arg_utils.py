@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_dflash import graphs, patches, selection, support
+from vllm_dflash import envs, graphs, patches, selection, support
 from vllm_dflash.config import (
     OPTION_KEY,
     DDTreeConfig,
@@ -81,6 +81,7 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        _run_eagerly_in_the_interpreter(self)
         before = _snapshot(self)
         tree = backend = None
         try:
@@ -213,6 +214,19 @@ def _tell_vllm(args: EngineArgs, config: SpeculativeConfig, tree: DDTreeConfig) 
     if tree.budget_per_batch_size is not None:
         config.num_speculative_tokens_per_batch_size = list(tree.budget_per_batch_size)
     args.additional_config = {**args.additional_config, OPTION_KEY: tree.to_dict()}
+
+
+def _run_eagerly_in_the_interpreter(args: EngineArgs) -> None:
+    """Switch torch.compile off where Triton has no compiler for it to ask."""
+    from vllm.platforms import current_platform
+
+    if not envs.VLLM_DFLASH_CPU or not current_platform.is_cpu() or args.enforce_eager:
+        return
+    args.enforce_eager = True
+    logger.info(
+        "VLLM_DFLASH_CPU=1 runs Triton in its interpreter; torch.compile finds no "
+        "compiler: --enforce-eager is set."
+    )
 
 
 def _serve_options_of_a_row() -> None:
