@@ -58,7 +58,7 @@ class DDTreeConfig:
     budget: int
     depth: int
     max_children: int = DEFAULT_MAX_CHILDREN
-    scale_by_temperature: bool = True
+    scale_by_temperature: bool = False
     budget_per_batch_size: BudgetSchedule | None = None
     demanded: bool = False
 
@@ -155,7 +155,7 @@ def parse_ddtree_option(
     max_children = _int_in_range(
         options, "max_children", DEFAULT_MAX_CHILDREN, 1, MAX_MAX_CHILDREN
     )
-    scale = options.get("scale_by_temperature", True)
+    scale = options.get("scale_by_temperature", False)
     if not isinstance(scale, bool):
         raise option_error(
             f"ddtree.scale_by_temperature is not a switch (got {scale!r})",

@@ -304,11 +304,24 @@ def structured(kind: str, **kwargs):
     return params(120, detokenize=True, **{**options, **kwargs})
 
 
+def check_structured(pair: EnginePair, kind: str, options: list):
+    """Equal answers, and chains where the answer is long enough to verify any.
+
+    The scheduler drops drafts that the grammar forbids; of a short answer it may drop
+    all, depending on when the grammar was compiled.
+    """
+    comparison = pair.compare(prompts_of(len(options)), options)
+    comparison.assert_equal()
+    assert pair.rig.num_branching_paths == 0
+    assert kind != "json" or pair.verified_chains, pair.rig.paths
+    return comparison
+
+
 @pytest.mark.parametrize("kind", STRUCTURED)
 def test_structured_output(pair, kind):
     options = [structured(kind, seed=s) for s in range(3)]
     options.append(structured(kind, temperature=0.0))
-    comparison = check(pair, options, chain=True)
+    comparison = check_structured(pair, kind, options)
     for output in comparison.got:
         completion = output.outputs[0]
         if completion.finish_reason == "stop":
@@ -441,4 +454,4 @@ def test_structured_output_of_guidance(spoken_target, tiny_draft):
         spoken_target, tiny_draft, structured_outputs_config=config, **SETTINGS
     ) as pair:
         for kind in ("json", "regex", "choice"):
-            check(pair, [structured(kind, seed=s) for s in range(3)], chain=True)
+            check_structured(pair, kind, [structured(kind, seed=s) for s in range(3)])

@@ -101,7 +101,9 @@ def test_max_children_out_of_range(children):
 
 
 def test_scale_by_temperature():
+    assert parse({"scale_by_temperature": True}).scale_by_temperature is True
     assert parse({"scale_by_temperature": False}).scale_by_temperature is False
+    assert parse({}).scale_by_temperature is False
 
 
 @pytest.mark.parametrize("scale", [0, 1, "true", None])
