@@ -76,6 +76,10 @@ class ServerSpec:
             env["VLLM_PLUGINS"] = ""
         elif self.is_cpu:
             env.update(CPU_RUNNER_ENV)
+            # vLLM keeps a core for its front end; with few cores the model needs all,
+            # and a verify of many rows uses them better than decoding one row does.
+            env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            env.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         if self.is_cpu:
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         if self.pair.is_embedded:
