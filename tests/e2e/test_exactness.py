@@ -10,15 +10,10 @@ from vllm_dflash.tree import verify_step
 pytestmark = pytest.mark.e2e
 
 
-def rig_with(rig, prompts, outputs) -> None:
-    for prompt, output in zip(prompts, outputs, strict=True):
-        rig.add_reference(prompt, output)
-
-
 def test_greedy_tree_equals_no_speculation(
     tiny_target, tiny_draft, prompts, greedy_reference, rig
 ):
-    rig_with(rig, prompts, greedy_reference)
+    rig.add_references(prompts, greedy_reference)
     with engine(tiny_target, tree_config(tiny_draft)) as llm:
         got = token_ids(generate(llm, prompts, params()))
     assert got == greedy_reference
@@ -48,7 +43,7 @@ def test_seeded_sampling_equals_no_speculation(tiny_target, tiny_draft, prompts,
     options = [params(**kwargs) for kwargs in SAMPLING]
     with engine(tiny_target) as llm:
         expected = token_ids(generate(llm, prompts, options))
-    rig_with(rig, prompts, expected)
+    rig.add_references(prompts, expected)
     with engine(tiny_target, tree_config(tiny_draft)) as llm:
         got = token_ids(generate(llm, prompts, options))
     assert got == expected
@@ -72,7 +67,7 @@ def test_requests_with_penalties_share_a_batch_with_trees(
     options = [params(**kwargs) for kwargs in LINEAR_HISTORY]
     with engine(tiny_target) as llm:
         expected = token_ids(generate(llm, prompts, options))
-    rig_with(rig, prompts, expected)
+    rig.add_references(prompts, expected)
     with engine(tiny_target, tree_config(tiny_draft)) as llm:
         got = token_ids(generate(llm, prompts, options))
     assert got == expected
@@ -85,7 +80,7 @@ def test_logprobs_follow_the_accepted_path(
     options = params(logprobs=3, prompt_logprobs=1)
     with engine(tiny_target) as llm:
         expected = generate(llm, prompts, options)
-    rig_with(rig, prompts, greedy_reference)
+    rig.add_references(prompts, greedy_reference)
     with engine(tiny_target, tree_config(tiny_draft)) as llm:
         got = generate(llm, prompts, options)
     assert token_ids(got) == token_ids(expected)
@@ -103,7 +98,7 @@ class TestNegativeControls:
     """Each part of the design is needed: without it the output diverges."""
 
     def diverges(self, tiny_target, tiny_draft, prompts, greedy_reference, rig) -> bool:
-        rig_with(rig, prompts, greedy_reference)
+        rig.add_references(prompts, greedy_reference)
         with engine(tiny_target, tree_config(tiny_draft)) as llm:
             try:
                 got = token_ids(generate(llm, prompts, params()))

@@ -19,11 +19,6 @@ def gpu_options(eager: bool, **kwargs):
     return options
 
 
-def rig_with(rig, prompts, outputs) -> None:
-    for prompt, output in zip(prompts, outputs, strict=True):
-        rig.add_reference(prompt, output)
-
-
 @pytest.mark.parametrize("budget", [16, 63, 100])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_fp32_tree_equals_no_speculation(
@@ -43,7 +38,7 @@ def test_fp32_tree_equals_no_speculation(
     ]
     with engine(tiny_target, **options) as llm:
         expected = token_ids(generate(llm, prompts, mix))
-    rig_with(rig, prompts, expected)
+    rig.add_references(prompts, expected)
     with engine(tiny_target, tree_config(tiny_draft, budget=budget), **options) as llm:
         got = token_ids(generate(llm, prompts, mix))
     assert got == expected

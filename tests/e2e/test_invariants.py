@@ -23,11 +23,6 @@ pytestmark = pytest.mark.e2e
 KV_ATOL = 2e-4
 
 
-def rig_with(rig, prompts, outputs) -> None:
-    for prompt, output in zip(prompts, outputs, strict=True):
-        rig.add_reference(prompt, output)
-
-
 @pytest.fixture(scope="module")
 def windowed_target(tmp_path_factory) -> str:
     """Window and full layers in turn: cache groups with block tables of their own."""
@@ -52,7 +47,7 @@ def references(target, prompts) -> list[list[int]]:
 def test_cache_holds_what_a_cold_prefill_of_the_same_tokens_writes(
     target, references, tiny_draft, prompts, rig
 ):
-    rig_with(rig, prompts[:4], references)
+    rig.add_references(prompts[:4], references)
     with engine(target, tree_config(tiny_draft), enable_prefix_caching=False) as llm:
         stepper, kv = Stepper(llm), PagedKV(llm)
         assert len(kv.target_layers) == NUM_LAYERS
@@ -118,7 +113,7 @@ def test_compaction_moves_the_accepted_path_and_nothing_else(
             assert kv.changed(before, layer) <= moved[kv.memory(layer)]
         return output
 
-    rig_with(rig, prompts[:4], references)
+    rig.add_references(prompts[:4], references)
     monkeypatch.setattr(TreeRejectionSampler, "__call__", checked_verify)
     with engine(target, tree_config(tiny_draft)) as llm:
         kv = PagedKV(llm)
@@ -130,7 +125,7 @@ def test_more_nodes_never_accept_less(
     tiny_target, tiny_draft, prompts, greedy_reference, rig
 ):
     """One set of candidates, trees of every budget, walked along the reference."""
-    rig_with(rig, prompts, greedy_reference)
+    rig.add_references(prompts, greedy_reference)
     with engine(tiny_target, tree_config(tiny_draft)) as llm:
         records = record_drafts(llm)
         generate(llm, prompts, params())
@@ -208,7 +203,7 @@ def test_joining_aborted_and_finished_requests_leave_others_alone(
     with engine(tiny_target) as llm:
         expected = token_ids(generate(llm, prompts, lifecycle_options()))
     options = lifecycle_options()
-    rig_with(rig, prompts, expected)
+    rig.add_references(prompts, expected)
     names = [f"r{i}" for i in range(6)]
     with engine(tiny_target, tree_config(tiny_draft), max_num_seqs=3) as llm:
         poisoned = poison_released_slots(model_runner(llm))

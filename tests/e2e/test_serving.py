@@ -16,16 +16,11 @@ from engines import (
 pytestmark = pytest.mark.e2e
 
 
-def rig_with(rig, prompts, outputs) -> None:
-    for prompt, output in zip(prompts, outputs, strict=True):
-        rig.add_reference(prompt, output)
-
-
 def compare(target, draft, rig, prompts, options, **kwargs):
     """Reference tokens, tree tokens."""
     with engine(target, **kwargs) as llm:
         expected = token_ids(generate(llm, prompts, options))
-    rig_with(rig, prompts, expected)
+    rig.add_references(prompts, expected)
     with engine(target, tree_config(draft), **kwargs) as llm:
         got = token_ids(generate(llm, prompts, options))
     return expected, got
@@ -71,7 +66,7 @@ def test_requests_end_at_max_model_len(tiny_target, tiny_draft, rig):
 def test_max_tokens_inside_an_accepted_path(
     tiny_target, tiny_draft, rig, prompts, greedy_reference, max_tokens
 ):
-    rig_with(rig, prompts, greedy_reference)
+    rig.add_references(prompts, greedy_reference)
     with engine(tiny_target, tree_config(tiny_draft)) as llm:
         outputs = generate(llm, prompts, params(max_tokens=max_tokens))
     assert token_ids(outputs) == [t[:max_tokens] for t in greedy_reference]
@@ -83,7 +78,7 @@ def test_stop_token_inside_an_accepted_path(
 ):
     stops = [tokens[9] for tokens in greedy_reference]
     options = [params(stop_token_ids=[stop]) for stop in stops]
-    rig_with(rig, prompts, greedy_reference)
+    rig.add_references(prompts, greedy_reference)
     with engine(tiny_target, tree_config(tiny_draft)) as llm:
         outputs = generate(llm, prompts, options)
     for output, tokens, stop in zip(outputs, greedy_reference, stops, strict=True):
@@ -101,7 +96,7 @@ def test_second_turn_reuses_compacted_blocks(tiny_target, tiny_draft, rig):
         second_prompts = [p + t for p, t in zip(prompts, first, strict=True)]
         llm.reset_prefix_cache()
         second = token_ids(generate(llm, second_prompts, options))
-    rig_with(rig, prompts + second_prompts, first + second)
+    rig.add_references(prompts + second_prompts, first + second)
     with engine(tiny_target, tree_config(tiny_draft), max_model_len=320) as llm:
         assert token_ids(generate(llm, prompts, options)) == first
         outputs = generate(llm, second_prompts, options)
@@ -150,7 +145,7 @@ def test_budget_follows_the_number_of_running_requests(tiny_target, tiny_draft, 
     schedule = [[1, 1, 16], [2, 2, 5], [3, 3, 0], [4, 4, 3]]
     with engine(tiny_target) as llm:
         expected = token_ids(generate(llm, prompts, options))
-    rig_with(rig, prompts, expected)
+    rig.add_references(prompts, expected)
     config = tree_config(tiny_draft, budget_per_batch_size=schedule)
     with engine(tiny_target, config) as llm:
         got = token_ids(generate(llm, prompts, options))

@@ -39,6 +39,12 @@ class RiggedDraft:
     def add_reference(self, prompt: list[int], output: list[int]) -> None:
         self.references.setdefault(tuple(prompt), []).append([*prompt, *output])
 
+    def add_references(
+        self, prompts: list[list[int]], outputs: list[list[int]]
+    ) -> None:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            self.add_reference(prompt, output)
+
     def forget(self) -> None:
         """Drop the references and the statistics, and draw as at the start."""
         self.references.clear()
