@@ -4,9 +4,9 @@
     python evals/bench_pair.py TARGET DRAFT --budgets 32,48,64 --concurrency 1,8,32
 
 Answers the held-out prompts through ``LLM.chat`` with vLLM's defaults, each engine in
-a process of its own, all started together and measured one after another. Prints
-tokens per second, acceptance length, and how many answers equal those without
-speculation of the same run.
+a process of its own, all started together. The engines measure in turn, ``--repeats``
+times. Prints the median tokens per second (with the lowest and highest), acceptance
+length, and how many answers equal those without speculation of the same run.
 
 In bf16 two kernels round differently, so an answer may leave the other at a near tie:
 for each differing answer the gap between the best two log-probabilities at the first
@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_round import speculative_config
-from engine_wave import announce_done, announce_ready, report, run_wave
+from engine_wave import announce_done, announce_ready, hand_on, report, run_wave
 
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
 
@@ -101,29 +101,30 @@ def run_engine(args: argparse.Namespace) -> None:
         return [list(o.outputs[0].token_ids) for o in outputs], gaps
 
     announce_ready()
-    for temperature in (float(t) for t in args.temperatures.split(",")):
-        for level in levels:
-            # A few prompts one by one, all of them in larger batches.
-            messages = chats[: 12 if level == 1 else len(chats)]
-            # The same work once unmeasured: Triton compiles a kernel at its first use.
-            answer(level, messages, temperature, args.max_tokens)
-            runs = [
-                answer(level, messages, temperature, args.max_tokens)
-                for _ in range(args.repeats)
-            ]
-            tokens, _, length = runs[0]
-            report(
-                dict(
-                    engine=args.engine,
-                    temperature=temperature,
-                    concurrency=level,
-                    tokens_per_s=statistics.median(
-                        sum(map(len, run[0])) / run[1] for run in runs
-                    ),
-                    acceptance_length=length,
-                    tokens=tokens,
+    for repeat in range(args.repeats):
+        if repeat:
+            hand_on()
+        for temperature in (float(t) for t in args.temperatures.split(",")):
+            for level in levels:
+                # A few prompts one by one, all of them in larger batches.
+                messages = chats[: 12 if level == 1 else len(chats)]
+                if repeat == 0:
+                    # Once unmeasured: Triton compiles a kernel at its first use.
+                    answer(level, messages, temperature, args.max_tokens)
+                tokens, seconds, length = answer(
+                    level, messages, temperature, args.max_tokens
                 )
-            )
+                report(
+                    dict(
+                        engine=args.engine,
+                        temperature=temperature,
+                        concurrency=level,
+                        repeat=repeat,
+                        tokens_per_s=sum(map(len, tokens)) / seconds,
+                        acceptance_length=length,
+                        tokens=tokens if repeat == 0 else None,
+                    )
+                )
     if args.engine == "none":
         tokens, gaps = top_two_gaps(chats)
         report(dict(engine="gaps", tokens=tokens, gaps=gaps))
@@ -152,15 +153,26 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """One line a setting, ratios within the run."""
     reference = next((r for r in rows if r["engine"] == "gaps"), None)
     rows = [r for r in rows if r["engine"] != "gaps"]
-    found = {(r["engine"], r["temperature"], r["concurrency"]): r for r in rows}
-    print("\n| engine | T | concurrency | tokens/s | to chain | to none | ", end="")
-    print("acceptance length | answers equal | largest gap at a difference |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    repeats: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in rows:
+        key = (r["engine"], r["temperature"], r["concurrency"])
+        repeats.setdefault(key, []).append(r)
+    found = {key: dict(runs[0]) for key, runs in repeats.items()}
+    for key, row in found.items():
+        speeds = [r["tokens_per_s"] for r in repeats[key]]
+        row["tokens_per_s"] = statistics.median(speeds)
+        row["range"] = f"{min(speeds):.0f}-{max(speeds):.0f}"
+    print(
+        "\n| engine | T | concurrency | tokens/s | range | to chain | to none | ",
+        end="",
+    )
+    print("to none | acceptance length | answers equal | largest gap at a difference |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for (engine, temperature, level), row in found.items():
         none = found.get(("none", temperature, level))
         chain = found.get(("chain", temperature, level))
         speed = row["tokens_per_s"]
-        cells = [f"{speed:.0f}"]
+        cells = [f"{speed:.0f}", row["range"]]
         for other in (chain, none):
             cells.append(f"{speed / other['tokens_per_s']:.2f}" if other else "-")
         length = row["acceptance_length"]
@@ -187,7 +199,7 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--limit", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", help="attention backend; vLLM's choice if absent")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")

@@ -2,7 +2,8 @@
 """Several engines in processes of their own: started together, measured in turn.
 
 Starting an engine is CPU work, so the engines of a comparison start at the same time;
-each then waits for its turn and measures while the others are idle.
+each then waits for its turn and measures while the others are idle. An engine may hand
+its turn on and get another one, so that a drift of the machine meets all of them.
 """
 
 import contextlib
@@ -15,12 +16,18 @@ import threading
 from pathlib import Path
 from typing import Any
 
-_READY, _DONE, _RESULT = "@READY", "@DONE", "@RESULT "
+_READY, _PAUSE, _DONE, _RESULT = "@READY", "@PAUSE", "@DONE", "@RESULT "
 
 
 def announce_ready() -> None:
     """Child: the engine is up; returns when its turn has come."""
     print(_READY, flush=True)
+    sys.stdin.readline()
+
+
+def hand_on() -> None:
+    """Child: let the other engines measure; returns at the next turn."""
+    print(_PAUSE, flush=True)
     sys.stdin.readline()
 
 
@@ -41,7 +48,8 @@ class Child:
     def __init__(self, engine: str, command: list[str], log: Path):
         self.engine = engine
         self.rows: list[dict[str, Any]] = []
-        self.ready, self.done = threading.Event(), threading.Event()
+        self.ready, self.turn_over = threading.Event(), threading.Event()
+        self.done = False
         self.log = log
         self.process = subprocess.Popen(
             command,
@@ -58,24 +66,30 @@ class Child:
         for line in self.process.stdout:
             if line.startswith(_READY):
                 self.ready.set()
-            elif line.startswith(_DONE):
-                self.done.set()
+            elif line.startswith((_PAUSE, _DONE)):
+                self.done = line.startswith(_DONE)
+                self.turn_over.set()
             elif line.startswith(_RESULT):
                 self.rows.append(json.loads(line.removeprefix(_RESULT)))
                 print(line[:200].rstrip(), flush=True)
-        if not self.done.is_set():
+        if not self.done:
             print(f"engine {self.engine} died:", self.log.read_text()[-3000:])
+        self.done = True
         self.ready.set()
-        self.done.set()
+        self.turn_over.set()
 
     def go(self) -> None:
+        """Give the engine a turn and wait for its end."""
+        self.turn_over.clear()
+        if self.done:
+            return
         assert self.process.stdin is not None
         try:
             self.process.stdin.write("GO\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             return
-        self.done.wait()
+        self.turn_over.wait()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -90,9 +104,13 @@ def run_wave(commands: dict[str, list[str]], log_dir: Path) -> list[dict[str, An
             children.append(Child(name, command, log_dir / f"{name}.log"))
         for child in children:
             child.ready.wait()
-        for child in children:
-            child.go()
-            child.kill()
+        waiting = children
+        while waiting:
+            for child in waiting:
+                child.go()
+                if child.done:
+                    child.kill()
+            waiting = [child for child in waiting if not child.done]
     finally:
         for child in children:
             child.kill()

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where one engine's steps go: kernels on the GPU, functions on the host, graphs.
 
-    python evals/profile_round.py chain --batch 1
-    python evals/profile_round.py 47 --batch 8
-    python evals/profile_round.py auto --target TARGET --draft DRAFT
+    python evals/profile_round.py chain,47 --batch 1
+    python evals/profile_round.py chain,auto --target TARGET --draft DRAFT
 
-Runs one engine in this process (``none``, ``chain``, ``auto`` or a fixed budget), of
-Qwen3-8B's shape with dummy weights unless a pair is given, and prints microseconds per
-step by kernel, the host functions with the most time of their own, and which CUDA graph
-served each step. Host times are inflated by the profiler: compare engines only.
+Runs each engine (``none``, ``chain``, ``auto`` or a fixed budget) in a process, of
+Qwen3-8B's shape with dummy weights unless a pair is given, and prints milliseconds a
+step, microseconds per step by kernel, the host functions with the most time of their
+own, and which CUDA graph served each step. The engines start together and run one
+after another. Host times are inflated by the profiler: compare engines only.
 """
 
 import argparse
 import collections
+import contextlib
 import cProfile
+import io
 import os
 import pstats
 import random
@@ -27,6 +29,7 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_round import speculative_config
+from engine_wave import announce_done, announce_ready, report, run_wave
 from model_shapes import write_qwen3_8b
 
 WARMUP_STEPS, PROFILED_STEPS = 15, 20
@@ -53,7 +56,8 @@ class Engine:
             max_model_len=2048,
             max_num_seqs=max(8, args.batch),
             max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.5,
+            gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=4 << 30,
             **options,
         ).llm_engine
         rng = random.Random(1)
@@ -135,23 +139,44 @@ def profile_host(engine: Engine, max_tokens: int) -> None:
     pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
 
+def profile_engine(args: argparse.Namespace) -> None:
+    """Child: start one engine, wait for its turn, profile."""
+    engine = Engine(args)
+    announce_ready()
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        engine.run(args.max_tokens)
+        steps = sorted(engine.run(args.max_tokens))
+        low, high = (steps[len(steps) * part // 10] for part in (1, 9))
+        print(
+            f"== {args.engine}, batch {args.batch}: {statistics.median(steps):.3f} ms "
+            f"a step (p10 {low:.3f}, p90 {high:.3f})"
+        )
+        profile_device(engine, args.max_tokens)
+        profile_host(engine, args.max_tokens)
+    report(dict(engine=args.engine, profile=text.getvalue()))
+    announce_done()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", help="none, chain, auto or a number of nodes")
+    parser.add_argument("engines", help="comma list: none, chain, auto, nodes")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--max-tokens", type=int, default=60)
     parser.add_argument("--target", help="a real pair instead of dummy weights")
     parser.add_argument("--draft")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    engine = Engine(args)
-    engine.run(args.max_tokens)
-    steps = engine.run(args.max_tokens)
-    print(
-        f"{args.engine}, batch {args.batch}: {statistics.median(steps):.3f} ms a step"
-    )
-    profile_device(engine, args.max_tokens)
-    profile_host(engine, args.max_tokens)
+    if args.engine:
+        profile_engine(args)
+        return
+    commands = {
+        name: [sys.executable, __file__, *sys.argv[1:], "--engine", name]
+        for name in args.engines.split(",")
+    }
+    for row in run_wave(commands, Path(tempfile.mkdtemp())):
+        print(row["profile"])
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from tree_attention_workload import (  # noqa: E402
     Call,
     Shape,
     Workload,
+    prefix_call,
     tree_call,
 )
 
@@ -101,11 +102,11 @@ def rms_ratio(expected: torch.Tensor, actual: torch.Tensor) -> float:
     return float(error.nan_to_num(nan=float("inf")))
 
 
-def check_against_reference(shape: Shape, width: int) -> float:
+def check_against_reference(shape: Shape, width: int, make=tree_call) -> float:
     """Largest RMS error ratio over unequal trees and lengths."""
     w = Workload(shape, [17, 700, 1500], 3, width, rotate=False)
     w.out.fill_(torch.nan)
-    tree_call(w)(0)
+    make(w)(0)
     actual = w.out.clone()
     w.out = torch.empty_like(w.out, dtype=torch.float32)
     options = w.tensors()
@@ -169,6 +170,8 @@ def table(args: argparse.Namespace) -> None:
         error = attempt(check_against_reference, shape, width)
         trusted[shape, width] = isinstance(error, float) and error <= MAX_ERROR
         print(f"check {shape} width {width}: RMS error ratio {error}")
+        error = attempt(check_against_reference, shape, width, prefix_call)
+        print(f"check {shape} width {width}: prefix by FA3, RMS error ratio {error}")
         error = attempt(check_against_fa3, shape, 2048, 3, width)
         if isinstance(error, float) and error > FA3_ERROR:
             trusted[shape, width] = False

@@ -168,8 +168,12 @@ def tree_call(w: Workload, **overrides: object) -> Call:
     )
 
 
-def flash_attention_3(w: Workload) -> Call:
-    """vLLM's FlashAttention-3 as its backend calls it in a full CUDA graph."""
+def _flash(w: Workload, *, committed_only: bool = False, scheduled: bool = True):
+    """vLLM's FlashAttention-3 over all keys (causal) or the committed ones.
+
+    ``scheduled``: as vLLM's backend calls it in a full CUDA graph, with scheduler
+    metadata and at most 32 splits; else with its own choice from the true lengths.
+    """
     from vllm.vllm_flash_attn.flash_attn_interface import (
         flash_attn_varlen_func,
         get_scheduler_metadata,
@@ -179,21 +183,25 @@ def flash_attention_3(w: Workload) -> Call:
     if not is_fa_version_supported(3):
         raise Absent("FlashAttention-3 needs compute capability 9.x")
     keys, values = w.cache.transpose(1, 2).split(w.shape.head_size, dim=-1)
-    metadata = get_scheduler_metadata(
-        batch_size=w.batch,
-        max_seqlen_q=w.width,
-        max_seqlen_k=w.seq_len,
-        num_heads_q=w.shape.num_heads,
-        num_heads_kv=w.shape.num_kv_heads,
-        headdim=w.shape.head_size,
-        cache_seqlens=w.seq_lens,
-        qkv_dtype=w.query.dtype,
-        cu_seqlens_q=w.query_start_loc,
-        page_size=BLOCK_SIZE,
-        causal=True,
-        window_size=(-1, -1),
-        num_splits=VLLM_MAX_SPLITS,
-    )
+    lengths = w.seq_lens - w.width if committed_only else w.seq_lens
+    options: dict[str, object] = {}
+    if scheduled:
+        options["num_splits"] = VLLM_MAX_SPLITS
+        options["scheduler_metadata"] = get_scheduler_metadata(
+            batch_size=w.batch,
+            max_seqlen_q=w.width,
+            max_seqlen_k=w.seq_len,
+            num_heads_q=w.shape.num_heads,
+            num_heads_kv=w.shape.num_kv_heads,
+            headdim=w.shape.head_size,
+            cache_seqlens=lengths,
+            qkv_dtype=w.query.dtype,
+            cu_seqlens_q=w.query_start_loc,
+            page_size=BLOCK_SIZE,
+            causal=not committed_only,
+            window_size=(-1, -1),
+            num_splits=VLLM_MAX_SPLITS,
+        )
     return lambda pool: flash_attn_varlen_func(
         q=w.query,
         k=keys,
@@ -201,41 +209,38 @@ def flash_attention_3(w: Workload) -> Call:
         out=w.out,
         cu_seqlens_q=w.query_start_loc,
         max_seqlen_q=w.width,
-        seqused_k=w.seq_lens,
+        seqused_k=lengths,
         max_seqlen_k=w.seq_len,
         softmax_scale=w.scale,
-        causal=True,
+        causal=not committed_only,
         block_table=w.block_tables[pool % w.num_pools],
-        scheduler_metadata=metadata,
-        num_splits=VLLM_MAX_SPLITS,
         fa_version=3,
+        return_softmax_lse=committed_only,
+        **options,
     )
+
+
+def flash_attention_3(w: Workload) -> Call:
+    """FlashAttention-3 as vLLM captures it."""
+    return _flash(w)
 
 
 def flash_attention_3_free(w: Workload) -> Call:
-    """FlashAttention-3 with its own choice of splits, from the true lengths."""
-    from vllm.vllm_flash_attn.flash_attn_interface import (
-        flash_attn_varlen_func,
-        is_fa_version_supported,
-    )
+    """FlashAttention-3 with its own choice of splits."""
+    return _flash(w, scheduled=False)
 
-    if not is_fa_version_supported(3):
-        raise Absent("FlashAttention-3 needs compute capability 9.x")
-    keys, values = w.cache.transpose(1, 2).split(w.shape.head_size, dim=-1)
-    return lambda pool: flash_attn_varlen_func(
-        q=w.query,
-        k=keys,
-        v=values,
-        out=w.out,
-        cu_seqlens_q=w.query_start_loc,
-        max_seqlen_q=w.width,
-        seqused_k=w.seq_lens,
-        max_seqlen_k=w.seq_len,
-        softmax_scale=w.scale,
-        causal=True,
-        block_table=w.block_tables[pool % w.num_pools],
-        fa_version=3,
-    )
+
+def prefix_call(w: Workload) -> Call:
+    """Committed keys by FlashAttention-3, own keys by our kernel."""
+    committed = _flash(w, committed_only=True)
+
+    def call(pool: int) -> None:
+        _, lse = committed(pool)
+        tree_attention(
+            w.query, w.key_cache, w.value_cache, prefix_lse=lse, **w.tensors(pool)
+        )
+
+    return call
 
 
 def vllm_triton(w: Workload) -> Call:
@@ -351,6 +356,7 @@ def xformers_tree(w: Workload) -> Call:
 
 
 COMPARATORS: dict[str, Callable[[Workload], Call]] = {
+    "FA prefix": prefix_call,
     "FA3": flash_attention_3,
     "FA3 free": flash_attention_3_free,
     "vLLM Triton": vllm_triton,

@@ -60,6 +60,7 @@ class VerifyRound:
         self.positions = buffer(num_reqs * width, dtype=torch.int64)
         self.batch_ancestors = torch.empty_like(self.trees.ancestors)
         self.tree_len = buffer(num_reqs, dtype=torch.int32)
+        self.prefix_len = buffer(num_reqs, dtype=torch.int32)
         self.node_tokens = buffer(num_reqs, width, dtype=torch.int32)
         self.target_tokens = torch.zeros(
             num_reqs * width, dtype=torch.int64, device=self.device
@@ -118,6 +119,7 @@ class VerifyRound:
             positions=self.positions,
             batch_ancestors=self.batch_ancestors,
             tree_len=self.tree_len,
+            prefix_len=self.prefix_len,
             impl=self.impl,
         )
 

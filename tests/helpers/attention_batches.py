@@ -131,11 +131,46 @@ class Batch:
         self.query = fused.to(device)[:, :num_heads]
         self.out = poisoned(total, num_heads, head_size, dtype=dtype, device=device)
 
+    def prefix_state(self, softcap=0.0):
+        """Attention to the committed keys: result into ``out``, log-sum-exps.
+
+        Undefined (NaN, infinite) for a request without committed keys.
+        """
+        num_heads, num_kv_heads, head_size = self.shape
+        total = self.query.shape[0]
+        lse = torch.full((num_heads, total), torch.inf, device=self.out.device)
+        out = torch.full_like(self.out, torch.nan)
+        for r, request in enumerate(self.requests):
+            if not request.prefix:
+                continue
+            group = num_heads // num_kv_heads
+            keys = self.cached(self.key_cache, None, r)[: request.prefix]
+            values = self.cached(self.value_cache, None, r)[: request.prefix]
+            start = int(self.query_start_loc[r])
+            rows = slice(start, start + request.query_len)
+            logits = torch.einsum(
+                "qhd,shd->hqs",
+                self.query[rows].double(),
+                keys.repeat_interleave(group, 1),
+            )
+            logits *= head_size**-0.5
+            if softcap > 0:
+                logits = softcap * torch.tanh(logits / softcap)
+            lse[:, rows] = logits.logsumexp(-1).float()
+            out[rows] = torch.einsum(
+                "hqs,shd->qhd", logits.softmax(-1), values.repeat_interleave(group, 1)
+            ).to(out.dtype)
+        return out, lse
+
     def run(self, impl="triton", max_query_len=None, refused=False, **options):
         bf16_on_cpu = self.out.dtype == torch.bfloat16 and not self.out.is_cuda
         if impl == "triton" and bf16_on_cpu and not refused:
             pytest.skip("Triton's interpreter cannot multiply bf16")
+        known = options.pop("prefix_state", None)
         self.out.fill_(torch.nan)
+        if known is not None:
+            self.out.copy_(known[0])
+            options["prefix_lse"] = known[1]
         result = tree_attention(
             self.query, self.key_cache, self.value_cache,
             block_table=self.block_table, seq_lens=self.seq_lens,

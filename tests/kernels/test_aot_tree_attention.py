@@ -33,6 +33,7 @@ def some_entries():
     entries += [entry(arch, 64, 128 + 16) for arch in (80, 89, 90)]
     entries += [entry(arch, 256, 64 + 32) for arch in (80, 120, 90)]
     entries += [entry(90, 80, 16), entry(86, 192, 32)]
+    entries += [entry(90, 128, rows, from_prefix=True) for rows in (64, 132)]
     entries += [entry(90, 128, 132, kv="u8"), entry(80, 128, 60, kv="u8")]
     entries += [entry(90, 128, 132, **FEATURES), entry(86, 64, 68, q="fp16", words=2)]
     entries += [entry(90, 128, 16, q="fp32"), entry(90, 128, 1, reduce=True)]
@@ -80,6 +81,7 @@ def compile_entry(spec):
     tile = select_tile(rows, head_size, ARCHITECTURES[arch], full_precision=full)
     kernel = reduce_splits_kernel if reduce else tree_attention_kernel
     constants = dict(
+        FROM_PREFIX=spec.get("from_prefix", False),
         NUM_KV_HEADS=8,
         GROUP=4,
         HEAD_SIZE=head_size,
@@ -101,7 +103,9 @@ def compile_entry(spec):
     )
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     pointers = dict(out=q, query=q, sinks=q, key=kv, ancestors="i64")
-    pointers |= dict.fromkeys(("partial", "lse", "k_scale", "v_scale"), "fp32")
+    pointers |= dict.fromkeys(
+        ("partial", "lse", "k_scale", "v_scale", "prefix_lse"), "fp32"
+    )
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         aligned = name.endswith("_ptr")

@@ -198,6 +198,22 @@ def test_head_groups_match_oracle(num_heads, num_kv_heads, impl, device):
     check("groups", batch.expected(), batch.run(impl, num_splits=2))
 
 
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_given_the_prefix_only_own_keys_are_read(dtype, softcap, impl, device):
+    requests = [
+        *random_requests(19, [(130, 21), (1, 7), (0, 9), (16, 64)]),
+        Request(63, causal=5),
+        tree(40, TREE7, causal=3),
+    ]
+    batch = Batch(requests, device, dtype=dtype, width=64, padding=2)
+    sinks = torch.randn(4, device=device)
+    expected = batch.expected(softcap=softcap, sinks=sinks)
+    known = batch.prefix_state(softcap)
+    out = batch.run(impl, prefix_state=known, softcap=softcap, sinks=sinks)
+    check("prefix given", expected, out)
+
+
 def test_rows_beyond_max_query_len_are_left_alone(impl, device):
     batch = Batch([Request(5, causal=12), tree(9, CHAIN5)], device)
     expected = batch.expected(max_rows=5)

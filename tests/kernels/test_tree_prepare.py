@@ -35,6 +35,8 @@ def prepare(buffers, slots, query_lens, num_logits, impl, *, padded=None, first=
     words = buffers.ancestors.shape[2]
     batch_ancestors = poisoned(padded, width, words, dtype=torch.int64, device=device)
     tree_len = poisoned(padded + 1, dtype=torch.int32, device=device)
+    prefix_len = poisoned(padded + 1, dtype=torch.int32, device=device)
+    first_positions = positions[torch.tensor(starts[:-1], device=device)].tolist()
 
     def ints(values):
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -51,9 +53,11 @@ def prepare(buffers, slots, query_lens, num_logits, impl, *, padded=None, first=
         positions=positions,
         batch_ancestors=batch_ancestors,
         tree_len=tree_len,
+        prefix_len=prefix_len,
         impl=impl,
     )
-    assert tree_len[padded] == POISON_INT
+    assert tree_len[padded] == prefix_len[padded] == POISON_INT
+    assert prefix_len[:padded].tolist() == first_positions + [0] * (padded - num_reqs)
     assert (positions[-5:] == POISON_INT).all()
     return positions[:-5].tolist(), tree_len[:padded].tolist(), batch_ancestors
 

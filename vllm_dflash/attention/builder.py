@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every tree-aware metadata builder does, whatever its base backend."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +34,7 @@ class TreeBuilderMixin:
         **kwargs: Any,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)  # type: ignore[call-arg]
+        self._captured_tree: TreeAttention | None = None
         context = find_attention_context(vllm_config)
         if context is not None and not self._serves_draft_only(context):
             context.reserve_workspace(
@@ -57,12 +56,6 @@ class TreeBuilderMixin:
             support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value
         )
 
-    def _attach(self, metadata: Any, tree: TreeAttention | None) -> Any:
-        context = find_attention_context(self.vllm_config)  # type: ignore[attr-defined]
-        serves_target = context is not None and not self._serves_draft_only(context)
-        metadata.tree = tree if serves_target else None
-        return metadata
-
     def build(
         self,
         common_prefix_len: int,
@@ -71,29 +64,23 @@ class TreeBuilderMixin:
         tree: TreeAttention | None = None,
         **kwargs: Any,
     ) -> Any:
-        with self._without_schedule(tree is not None and tree.pure):
-            metadata = super().build(  # type: ignore[misc]
-                common_prefix_len, common_attn_metadata, fast_build, **kwargs
-            )
-        return self._attach(metadata, tree)
+        tree = tree or self._captured_tree
+        context = find_attention_context(self.vllm_config)  # type: ignore[attr-defined]
+        if context is None or self._serves_draft_only(context):
+            tree = None
+        metadata = self._build_base(
+            tree, common_prefix_len, common_attn_metadata, fast_build, **kwargs
+        )
+        metadata.tree = tree
+        return metadata
 
-    @contextmanager
-    def _without_schedule(self, skip: bool) -> Iterator[None]:
-        """No FlashAttention split schedule for a batch that only verifies trees."""
-        scheduled = getattr(self, "aot_schedule", False)
-        if not (skip and scheduled):
-            yield
-            return
-        self.aot_schedule = False
-        try:
-            yield
-        finally:
-            self.aot_schedule = scheduled
+    def _build_base(self, tree: TreeAttention | None, *args: Any, **kwargs: Any) -> Any:
+        """The base backend's metadata."""
+        return super().build(*args, **kwargs)  # type: ignore[misc]
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> Any:
-        metadata = super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
         context = find_attention_context(self.vllm_config)  # type: ignore[attr-defined]
         tree = None
         # One row a request is plain decoding; only uniform batches are captured, so
@@ -104,4 +91,9 @@ class TreeBuilderMixin:
                 common_attn_metadata.max_query_len,
                 pure=True,
             )
-        return self._attach(metadata, tree)
+        # The base builds the metadata of a capture through build() above.
+        self._captured_tree = tree
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
+        finally:
+            self._captured_tree = None

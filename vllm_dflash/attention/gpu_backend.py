@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention beside vLLM's own GPU backends, on the same paged KV cache.
 
-A batch that only verifies trees runs the tree kernel alone; in a mixed batch the base
+A batch that only verifies trees runs the tree kernel, alone or after FlashAttention-3
+has attended to the committed keys (``flash_prefix.py``); in a mixed batch the base
 backend serves every row first and the tree kernel then overwrites the verify rows,
 which lead the batch. Everything else (selection, cache layout, cache update, prefill,
 the draft's non-causal attention) is the base backend's.
@@ -22,11 +23,18 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_dflash.attention.builder import TreeBuilderMixin
+from vllm_dflash.attention.flash_prefix import FlashPrefixMixin, attend_to_prefix
 from vllm_dflash_kernels.tree_attention import tree_attention
+
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 
 
 class TreeImplMixin:
     """Routes verify rows to the tree kernel."""
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No: the tree kernel writes the model's dtype."""
+        return False
 
     def forward(
         self,
@@ -70,6 +78,14 @@ class TreeImplMixin:
         output: torch.Tensor,
     ) -> None:
         key_cache, value_cache = kv_cache.split(self.head_size, dim=-1)  # type: ignore[attr-defined]
+        k_scale = v_scale = None
+        if kv_cache.dtype in _FP8_DTYPES:
+            k_scale, v_scale = layer._k_scale, layer._v_scale
+            if query.dtype in _FP8_DTYPES:
+                # vLLM quantises the query for its own kernels; ours takes it wide.
+                query = query.to(output.dtype)
+                k_scale = k_scale * layer._q_scale
+        prefix_lse = self._attend_to_prefix(query, kv_cache, metadata, output)
         num_reqs = tree.num_verify_reqs
         window = self.sliding_window  # type: ignore[attr-defined]
         tree_attention(
@@ -88,19 +104,41 @@ class TreeImplMixin:
             sliding_window=-1 if window is None or window[0] < 0 else window[0] + 1,
             softcap=self.logits_soft_cap or 0.0,  # type: ignore[attr-defined]
             sinks=self.sinks,  # type: ignore[attr-defined]
+            k_scale=k_scale,
+            v_scale=v_scale,
+            prefix_lse=prefix_lse,
             max_seq_len=tree.max_seq_len,
             workspace=tree.workspace,
         )
 
+    def _attend_to_prefix(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Attend to the committed keys into ``output``; log-sum-exps, or None."""
+        return None
+
 
 class TreeFlashAttentionMetadataBuilder(
-    TreeBuilderMixin, FlashAttentionMetadataBuilder
+    FlashPrefixMixin, TreeBuilderMixin, FlashAttentionMetadataBuilder
 ):
     """FlashAttention metadata plus the tree."""
 
 
 class TreeFlashAttentionImpl(TreeImplMixin, FlashAttentionImpl):
     """FlashAttention, with verify rows served by the tree kernel."""
+
+    def _attend_to_prefix(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> torch.Tensor | None:
+        return attend_to_prefix(self, query, kv_cache, metadata, output)
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):

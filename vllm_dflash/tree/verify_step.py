@@ -23,6 +23,8 @@ class VerifyStep:
     batch_ancestors: torch.Tensor
     # [S], int32. Rows of the request's tree, root included; 0: causal rows.
     tree_len: torch.Tensor
+    # [S], int32. Committed tokens of the request: the position of its first row.
+    prefix_len: torch.Tensor
     # [S, K + 1], int32. Node indices of the accepted path, root first, 0 padded.
     path: torch.Tensor
     # Host mirror, [num_reqs]: rows of each request that verify drafts; None when the
@@ -40,6 +42,7 @@ class VerifyStep:
                 num_slots, width, num_words(width), dtype=torch.int64, device=device
             ),
             tree_len=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            prefix_len=torch.zeros(num_slots, dtype=torch.int32, device=device),
             path=torch.zeros(num_slots, depth + 1, dtype=torch.int32, device=device),
         )
 
@@ -90,4 +93,5 @@ class VerifyStep:
             positions=positions,
             batch_ancestors=self.batch_ancestors,
             tree_len=self.tree_len,
+            prefix_len=self.prefix_len,
         )

@@ -15,7 +15,9 @@ __all__ = ["TreeAttentionWorkspace", "tree_attention"]
 _FP8_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 
 
-def _check(query, key_cache, value_cache, max_query_len, ancestors, k_scale, v_scale):
+def _check(
+    query, key_cache, value_cache, max_query_len, ancestors, scales, prefix_lse, window
+):
     if key_cache.stride() != value_cache.stride() or key_cache.stride(3) != 1:
         raise ValueError(
             "key_cache and value_cache must have equal strides and unit stride in the "
@@ -29,8 +31,13 @@ def _check(query, key_cache, value_cache, max_query_len, ancestors, k_scale, v_s
             f"Unsupported KV cache dtype (got {key_cache.dtype} for {query.dtype} "
             "queries). Allowed: the query's dtype, float8_e4m3fn, or its bytes (uint8)."
         )
-    if (k_scale is None) != (v_scale is None):
+    if (scales[0] is None) != (scales[1] is None):
         raise ValueError("k_scale and v_scale must be given together.")
+    if prefix_lse is not None and (window > 0 or key_cache.dtype != query.dtype):
+        raise ValueError(
+            "prefix_lse needs an unquantised cache and no sliding window (got "
+            f"{key_cache.dtype}, window {window}). Leave prefix_lse away."
+        )
     if not 1 <= max_query_len <= MAX_WIDTH or ancestors.shape[2] > MAX_WIDTH // 64:
         raise ValueError(
             f"Wrong tree width (got max_query_len={max_query_len}, "
@@ -60,6 +67,7 @@ def tree_attention(
     sinks: torch.Tensor | None = None,  # [num_heads]
     k_scale: torch.Tensor | None = None,  # one element, fp32
     v_scale: torch.Tensor | None = None,  # one element, fp32
+    prefix_lse: torch.Tensor | None = None,  # [num_heads, num_tokens], fp32
     max_seq_len: int | None = None,
     workspace: TreeAttentionWorkspace | None = None,
     num_splits: int | None = None,
@@ -90,13 +98,25 @@ def tree_attention(
         sinks: One logit without value a head, natural units.
         k_scale: Factor of the stored keys of an fp8 cache; other caches ignore it.
         v_scale: The same for values.
+        prefix_lse: Natural log-sum-exps of attention to the committed keys, those
+            before the query rows; ``out`` holds its result, without sinks, on entry.
+            Only the query rows' own keys are then read. Not with a window or fp8.
         max_seq_len: Host bound of ``seq_lens``, for the number of splits. None: what
             ``block_table`` can hold.
         workspace: Scratch for split keys; None allocates it at every call.
         num_splits: Key splits, 1 to 32; None chooses from the host-side sizes.
         impl: ``"triton"``, ``"reference"``, or by device.
     """
-    _check(query, key_cache, value_cache, max_query_len, ancestors, k_scale, v_scale)
+    _check(
+        query,
+        key_cache,
+        value_cache,
+        max_query_len,
+        ancestors,
+        (k_scale, v_scale),
+        prefix_lse,
+        sliding_window,
+    )
     if not use_triton(impl, query):
         return tree_attention_reference(
             query,
@@ -115,6 +135,7 @@ def tree_attention(
             sinks=sinks,
             k_scale=k_scale,
             v_scale=v_scale,
+            prefix_lse=prefix_lse,
         )
     from .launch import launch_tree_attention
 
@@ -148,4 +169,5 @@ def tree_attention(
         max_seq_len=max_seq_len,
         workspace=workspace,
         num_splits=num_splits,
+        prefix_lse=prefix_lse,
     )

@@ -46,6 +46,35 @@ def popcount(x):
 
 
 @triton.jit
+def load_words(pointers, mask, other: tl.constexpr, WORDS: tl.constexpr):
+    """Up to four ancestor words of each row; the missing ones repeat the first."""
+    word0 = tl.load(pointers, mask=mask, other=other)
+    word1 = word0
+    word2 = word0
+    word3 = word0
+    if WORDS > 1:
+        word1 = tl.load(pointers + 1, mask=mask, other=other)
+    if WORDS > 2:
+        word2 = tl.load(pointers + 2, mask=mask, other=other)
+    if WORDS > 3:
+        word3 = tl.load(pointers + 3, mask=mask, other=other)
+    return word0, word1, word2, word3
+
+
+@triton.jit
+def count_bits(word0, word1, word2, word3, WORDS: tl.constexpr):
+    """Ancestors of each row, itself included, int32."""
+    count = popcount(word0)
+    if WORDS > 1:
+        count += popcount(word1)
+    if WORDS > 2:
+        count += popcount(word2)
+    if WORDS > 3:
+        count += popcount(word3)
+    return count
+
+
+@triton.jit
 def from_cache(x, dtype: tl.constexpr, KV_FP8: tl.constexpr):
     """Cache elements as ``dtype``; e4m3 bytes come out as value / 256, exactly.
 

@@ -24,6 +24,11 @@ captured grid serves every length. A request with one active split is finished h
 otherwise fp32 partial outputs (normalised) and base-2 log-sum-exps go to the
 workspace and ``reduce.py`` combines them.
 
+With ``FROM_PREFIX`` another kernel has attended to the committed keys: ``out`` holds
+its result and ``prefix_lse`` the log-sum-exps. They start the online softmax of each
+row, and only the step's own keys are read. A row's program reads its ``out`` before it
+writes it, so no second buffer is needed.
+
 Reads ``tiles * keys`` cache rows, writes one partial row a query row and split.
 Assumes: unit stride of the head dimension, no ancestor behind its node in slot order,
 positive ``scale``. Rows at or beyond ``query_len`` or ``max_query_len`` and requests of
@@ -35,9 +40,10 @@ import triton.language as tl
 
 from .device_functions import (
     cache_rows,
+    count_bits,
     from_cache,
     load_blocks,
-    popcount,
+    load_words,
     split_plan,
 )
 
@@ -50,6 +56,7 @@ def _attend(
     pointers,
     scales,
     strides,
+    FROM_PREFIX: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -72,11 +79,12 @@ def _attend(
     query_start, query_len, seq_len, max_query_len = lengths
     first_key, share, active_splits, num_splits = plan
     out_ptr, partial_ptr, lse_ptr, query_ptr, key_ptr, table_ptr = pointers[:6]
-    ancestors_ptr, tree_len_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr = pointers[6:]
+    ancestors_ptr, tree_len_ptr, sinks_ptr = pointers[6:9]
+    k_scale_ptr, v_scale_ptr, prefix_lse_ptr = pointers[9:]
     scale, softcap = scales
     stride_ot, stride_oh, stride_qt, stride_qh = strides[:4]
     stride_block, stride_head, stride_slot, value_offset = strides[4:8]
-    stride_table, stride_ar, stride_an = strides[8:]
+    stride_table, stride_ar, stride_an, stride_lh = strides[8:]
     q_dtype = query_ptr.dtype.element_ty
 
     lo = first_key + split * share * BLOCK_N
@@ -102,25 +110,10 @@ def _attend(
     word_ok = row_ok & (node >= 0)
     tree = ancestors_ptr + request.to(tl.int64) * stride_ar
     words = tree + node.to(tl.int64) * stride_an
-    word0 = tl.load(words, mask=word_ok, other=-1)
-    word1 = word0
-    word2 = word0
-    word3 = word0
-    if WORDS > 1:
-        word1 = tl.load(words + 1, mask=word_ok, other=-1)
-    if WORDS > 2:
-        word2 = tl.load(words + 2, mask=word_ok, other=-1)
-    if WORDS > 3:
-        word3 = tl.load(words + 3, mask=word_ok, other=-1)
+    word0, word1, word2, word3 = load_words(words, word_ok, -1, WORDS)
     position = prefix + token
     if WINDOW > 0:
-        depth = popcount(word0) - 1
-        if WORDS > 1:
-            depth += popcount(word1)
-        if WORDS > 2:
-            depth += popcount(word2)
-        if WORDS > 3:
-            depth += popcount(word3)
+        depth = count_bits(word0, word1, word2, word3, WORDS) - 1
         position = tl.where(node >= 0, tree_start + depth, position)
 
     logit_scale = scale
@@ -139,6 +132,15 @@ def _attend(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    if FROM_PREFIX:
+        # Without committed keys the result is undefined (its log-sum-exp infinite).
+        known = row_ok & (position > token)
+        lse_at = prefix_lse_ptr + head.to(tl.int64) * stride_lh + query_start + token
+        row_max = tl.load(lse_at, mask=known, other=float("-inf")) * LOG2E
+        row_sum = tl.where(known, 1.0, 0.0)
+        o_rows = (query_start + token).to(tl.int64) * stride_ot + head * stride_oh
+        o_ptrs = out_ptr + o_rows[:, None] + offs_d[None, :]
+        acc = tl.load(o_ptrs, mask=known[:, None] & o_mask, other=0.0).to(tl.float32)
 
     for start in range(lo, hi, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
@@ -176,14 +178,13 @@ def _attend(
             bit = (word >> (column & 63).to(tl.int64)[None, :]) & 1
             visible = (column < 0)[None, :] | (bit != 0)
             visible = visible & ((offs_n - prefix)[None, :] <= token[:, None])
+            if FROM_PREFIX:
+                visible = visible & (offs_n >= prefix)[None, :]
             if WINDOW > 0:
                 in_tree = (column >= 0) & in_range
                 column_words = tree + column.to(tl.int64) * stride_an
-                column_depth = popcount(tl.load(column_words, mask=in_tree, other=0))
-                for w in tl.static_range(1, WORDS):
-                    column_depth += popcount(
-                        tl.load(column_words + w, mask=in_tree, other=0)
-                    )
+                c0, c1, c2, c3 = load_words(column_words, in_tree, 0, WORDS)
+                column_depth = count_bits(c0, c1, c2, c3, WORDS)
                 key_position = tl.where(in_tree, tree_start + column_depth - 1, offs_n)
                 distance = position[:, None] - key_position[None, :]
                 visible = visible & (distance < WINDOW)
@@ -245,6 +246,7 @@ def tree_attention_kernel(
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    prefix_lse_ptr,
     scale,
     softcap,
     num_full_tiles,
@@ -263,6 +265,8 @@ def tree_attention_kernel(
     stride_table,
     stride_ar,
     stride_an,
+    stride_lh,
+    FROM_PREFIX: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -303,6 +307,10 @@ def tree_attention_kernel(
         WINDOW,
         BLOCK_N,
     )
+    if FROM_PREFIX:
+        first_key = (seq_len - query_len) // BLOCK_N * BLOCK_N
+        share = tl.cdiv(seq_len - first_key, BLOCK_N)
+        active_splits = 1
     if split >= active_splits:
         return
 
@@ -321,6 +329,7 @@ def tree_attention_kernel(
         sinks_ptr,
         k_scale_ptr,
         v_scale_ptr,
+        prefix_lse_ptr,
     )
     scales = (scale, softcap)
     strides = (
@@ -335,6 +344,7 @@ def tree_attention_kernel(
         stride_table,
         stride_ar,
         stride_an,
+        stride_lh,
     )
     if tile < num_full_tiles:
         _attend(
@@ -344,6 +354,7 @@ def tree_attention_kernel(
             pointers,
             scales,
             strides,
+            FROM_PREFIX,
             NUM_KV_HEADS,
             GROUP,
             HEAD_SIZE,
@@ -368,6 +379,7 @@ def tree_attention_kernel(
             pointers,
             scales,
             strides,
+            FROM_PREFIX,
             NUM_KV_HEADS,
             GROUP,
             HEAD_SIZE,

@@ -37,6 +37,7 @@ def launch_tree_attention(
     max_seq_len: int,
     workspace: TreeAttentionWorkspace | None,
     num_splits: int | None,
+    prefix_lse: torch.Tensor | None = None,
     tile: Tile | None = None,
     plan: SplitPlan | None = None,
     launch_pdl: bool | None = None,
@@ -58,7 +59,9 @@ def launch_tree_attention(
     full_precision = query.dtype == torch.float32
     if tile is None:
         tile = select_tile(rows, head_size, shared_kb, full_precision=full_precision)
-    if plan is None:
+    if prefix_lse is not None:
+        plan = SplitPlan(1, 1)
+    elif plan is None:
         plan = plan_splits(
             num_reqs, num_kv_heads, rows, tile, max_seq_len, num_sms, num_splits
         )
@@ -99,6 +102,7 @@ def launch_tree_attention(
         sinks if sinks is not None else query,
         k_scale if scaled else query,
         v_scale if scaled else query,
+        prefix_lse if prefix_lse is not None else query,
         scale,
         softcap,
         tile.num_full_tiles(rows),
@@ -114,6 +118,8 @@ def launch_tree_attention(
         block_table.stride(0),
         ancestors.stride(0),
         ancestors.stride(1),
+        prefix_lse.stride(0) if prefix_lse is not None else 0,
+        FROM_PREFIX=prefix_lse is not None,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_SIZE=head_size,

@@ -62,6 +62,9 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [num_heads]
+    # ([num_rows, num_heads, head_size], [num_heads, num_rows]): result and natural
+    # log-sum-exps of other keys
+    known: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Masked softmax attention of one request, ``[num_rows, num_heads, head_size]``."""
     num_rows, num_heads, head_size = query.shape
@@ -74,12 +77,20 @@ def attend(
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
+    if known is not None:
+        # The known keys enter as one more key each row, with their result as its value.
+        lse = known[1].view(num_kv_heads, group, num_rows, 1)
+        scores = torch.cat([scores, lse], -1)
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, group, 1, 1)
         scores = torch.cat([scores, sink.expand(-1, -1, num_rows, 1)], -1)
-    probs = torch.softmax(scores, -1)[..., :num_keys]
-    out = torch.bmm(probs.reshape(num_kv_heads, group * num_rows, num_keys), values)
-    return out.view(num_heads, num_rows, head_size).transpose(0, 1)
+    probs = torch.softmax(scores, -1)
+    own = probs[..., :num_keys].reshape(num_kv_heads, group * num_rows, num_keys)
+    out = torch.bmm(own, values).view(num_heads, num_rows, head_size)
+    if known is not None:
+        share = probs[..., num_keys].reshape(num_heads, num_rows, 1)
+        out = out + share * known[0].float().transpose(0, 1)
+    return out.transpose(0, 1)
 
 
 def tree_attention_reference(
@@ -100,6 +111,7 @@ def tree_attention_reference(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    prefix_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of ``tree_attention`` (see there); waits for the device."""
     if key_cache.dtype == torch.uint8:
@@ -123,8 +135,19 @@ def tree_attention_reference(
             ancestors[r], seq_len, query_len, tree_lens[r], sliding_window
         )
         rows = slice(start, start + num_rows)
+        prefix, known = seq_len - query_len, None
+        if prefix_lse is not None and prefix > 0:
+            known = (out[rows], prefix_lse[:, rows].float())
+            keys, values, mask = keys[:, prefix:], values[:, prefix:], mask[:, prefix:]
         result = attend(
-            query[rows].float(), keys, values, mask[:num_rows], scale, softcap, sinks
+            query[rows].float(),
+            keys,
+            values,
+            mask[:num_rows],
+            scale,
+            softcap,
+            sinks,
+            known,
         )
         out[rows] = result.to(out.dtype)
     return out

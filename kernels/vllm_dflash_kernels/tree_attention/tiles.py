@@ -102,7 +102,7 @@ TILE_TABLE: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
     (64, 227): (
         (16, Tile(16, 64, 4, 3, 4)),
         (32, Tile(32, 64, 4, 3, 3)),
-        (128, Tile(64, 64, 4, 3, 2)),
+        (160, Tile(64, 64, 4, 3, 2)),
         (_ANY, Tile(128, 32, 8, 3)),
     ),
     (128, 227): (
@@ -193,6 +193,20 @@ def plan_splits(
     # Spare splits cost an empty program each, so they exist only where they can help.
     spare = min(most, cdiv(max_tiles, long_tiles))
     return SplitPlan(max(fill, spare), fill, 1, long_tiles)
+
+
+def prefers_given_prefix(
+    num_reqs: int, num_kv_heads: int, rows: int, head_size: int
+) -> bool:
+    """Whether FlashAttention-3 should attend to the committed keys (``prefix_lse``).
+
+    Where programs or rows are many, its overlap of softmax and matrix products
+    outweighs one more launch. Measured on an H200 (``bench_tree_attention.py``), for
+    contexts from 2k on. Host constants only, as in ``plan_splits``.
+    """
+    if head_size < 128:
+        return False
+    return rows > 192 or num_reqs * num_kv_heads >= 32
 
 
 def estimate_shared_bytes(

@@ -33,6 +33,8 @@ def prepare_tree_step(
     batch_ancestors: torch.Tensor,
     # [>= num_reqs_padded], int32
     tree_len: torch.Tensor,
+    # [>= num_reqs_padded], int32
+    prefix_len: torch.Tensor,
     impl: Impl = "auto",
 ) -> None:
     """Turn the last rows of each tree request into tree rows.
@@ -44,8 +46,9 @@ def prepare_tree_step(
     position ``positions[base] + depth of node i``. Otherwise ``tree_len`` is 0.
 
     ``batch_ancestors[r]`` is copied whole (all W rows) for a tree request and left
-    alone for any other. ``tree_len`` of rows ``num_reqs .. num_reqs_padded - 1``
-    becomes 0. The host never waits.
+    alone for any other. ``prefix_len[r]`` is the position of the request's first row,
+    the number of its committed tokens. Both lengths of rows
+    ``num_reqs .. num_reqs_padded - 1`` become 0. The host never waits.
     """
     if num_reqs_padded == 0:
         return
@@ -65,4 +68,5 @@ def prepare_tree_step(
         positions,
         batch_ancestors,
         tree_len,
+        prefix_len,
     )

@@ -2,6 +2,7 @@
 """Preparation of a verify step.
 
     tree_len[r] = n  if n > 1 and the slot holds a tree, else 0   (n logits rows)
+    prefix_len[r] = positions[query_start[r]]
     positions[base + i] = positions[base] + depth[i],  base = query_end[r] - n
 
 Grid (num_reqs_padded,), one warp each: a program per batch row, padded rows included.
@@ -26,6 +27,7 @@ from ..dispatch import next_power_of_2
         "cu_num_logits_ptr",
         "positions_ptr",
         "tree_len_ptr",
+        "prefix_len_ptr",
     ],
 )
 def _prepare_tree_step_kernel(
@@ -39,6 +41,7 @@ def _prepare_tree_step_kernel(
     positions_ptr,  # [num_tokens], int64
     batch_ancestors_ptr,  # [num_reqs_padded, W, WORDS], int64
     tree_len_ptr,  # [num_reqs_padded], int32
+    prefix_len_ptr,  # [num_reqs_padded], int32
     W: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
@@ -53,6 +56,10 @@ def _prepare_tree_step_kernel(
     num_logits = logits_end - logits_start
     length = tl.where((num_logits > 1) & (num_nodes > 0), num_logits, 0)
     tl.store(tree_len_ptr + req, length)
+    # Neither this row nor the root's is written below: its depth would be 0.
+    first_row = tl.load(query_start_loc_ptr + req, mask=is_req, other=0)
+    prefix = tl.load(positions_ptr + first_row, mask=is_req, other=0)
+    tl.store(prefix_len_ptr + req, prefix.to(tl.int32))
     if length == 0:
         return
 
@@ -83,6 +90,7 @@ def prepare_tree_step(
     positions: torch.Tensor,
     batch_ancestors: torch.Tensor,
     tree_len: torch.Tensor,
+    prefix_len: torch.Tensor,
 ) -> None:
     width, words = ancestors.shape[1:]
     assert depths.is_contiguous() and ancestors.is_contiguous()
@@ -98,6 +106,7 @@ def prepare_tree_step(
         positions,
         batch_ancestors,
         tree_len,
+        prefix_len,
         W=width,
         WORDS=words,
         BLOCK_NODES=next_power_of_2(width),

@@ -18,12 +18,16 @@ def prepare_tree_step_reference(
     positions: torch.Tensor,
     batch_ancestors: torch.Tensor,
     tree_len: torch.Tensor,
+    prefix_len: torch.Tensor,
 ) -> None:
     slot_list = slots[:num_reqs].tolist()
     query_ends = query_start_loc[1 : num_reqs + 1].tolist()
     logits_starts = cu_num_logits[: num_reqs + 1].tolist()
     slot_nodes = num_nodes.tolist()
     lengths = [0] * num_reqs_padded
+    prefix_len[:num_reqs_padded] = 0
+    first_rows = query_start_loc[:num_reqs].long()
+    prefix_len[:num_reqs] = positions[first_rows].to(torch.int32)
     for req, slot in enumerate(slot_list):
         num_logits = logits_starts[req + 1] - logits_starts[req]
         if num_logits <= 1 or slot < 0 or slot_nodes[slot] == 0:
