@@ -8,6 +8,8 @@ because vLLM's own config classes refuse new fields.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +113,7 @@ def parse_ddtree_option(
     block_size: int | None,
     is_cpu: bool,
     parameters: float = DEFAULT_PARAMETERS,
+    find_measured: Callable[[int, int], BudgetSchedule | None] | None = None,
 ) -> DDTreeConfig | None:
     """Turn the value of the key `ddtree` into options.
 
@@ -120,6 +123,7 @@ def parse_ddtree_option(
         block_size: The draft checkpoint's block size; None if it names none.
         is_cpu: Whether the CPU's default budget applies.
         parameters: Of the target on one GPU, for the automatic schedule.
+        find_measured: Looks up a measured schedule by (budget, depth).
 
     Returns:
         The options, or None if the user has switched trees off.
@@ -172,6 +176,11 @@ def parse_ddtree_option(
             budget,
             is_cpu=is_cpu,
             parameters=parameters,
+            find_measured=(
+                None
+                if find_measured is None
+                else functools.partial(find_measured, budget, depth)
+            ),
         ),
         demanded=value is not None,
     )
@@ -183,9 +192,10 @@ def resolve_depth(num_speculative_tokens: int | None, block_size: int | None) ->
     Raises:
         ValueError: The draft checkpoint can't draft that many tokens.
     """
-    if block_size is not None and block_size < 2:
+    if block_size is not None and not (_is_int(block_size) and block_size >= 2):
         raise option_error(
-            f"the draft has no mask token to draft with (got block_size {block_size})",
+            "the draft has no mask token to draft with (got block_size "
+            f"{block_size!r})",
             "A DFlash draft has a block_size of at least 2",
             '"model": with another draft',
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every environment variable of the plugin, read when it is used.
 
-A user's wishes go into `speculative_config`; these are for the CPU set-up and the demo.
+A user's wishes go into `speculative_config`; these are for the CPU set-up, the demo and
+a closer look at trees.
 """
 
 import os
@@ -31,12 +32,26 @@ environment_variables: dict[str, Callable[[], Any]] = {
     "VLLM_DFLASH_CPU": lambda: _read_bool("VLLM_DFLASH_CPU"),
     # Where the demo keeps its downloaded model and its logs; None is the default.
     "VLLM_DFLASH_CACHE": lambda: os.environ.get("VLLM_DFLASH_CACHE") or None,
+    # Time the stages of every round: vllm_dflash:stage_time_seconds.
+    "VLLM_DFLASH_STAGE_TIMES": lambda: _read_bool("VLLM_DFLASH_STAGE_TIMES"),
+    # Append every verified tree to this file; a round then waits for the device.
+    "VLLM_DFLASH_DUMP_TREES": lambda: os.environ.get("VLLM_DFLASH_DUMP_TREES") or None,
 }
 
 
 def any_is_set() -> bool:
     """Tell whether the environment names one of the variables."""
     return any(name in os.environ for name in environment_variables)
+
+
+def keep_engine_in_process() -> None:
+    """Tell vLLM to run its next engine in this process, before vLLM is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def prometheus_multiproc_dir() -> str | None:
+    """Return the folder of prometheus_client's multiprocess mode, None if it is off."""
+    return os.environ.get("PROMETHEUS_MULTIPROC_DIR") or None
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ its size, so a smaller budget is a truncation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm_dflash.errors import option_error
@@ -81,7 +82,12 @@ def auto_schedule(budget: int, parameters: float) -> BudgetSchedule:
 
 
 def parse_schedule(
-    value: Any, budget: int, *, is_cpu: bool, parameters: float = DEFAULT_PARAMETERS
+    value: Any,
+    budget: int,
+    *,
+    is_cpu: bool,
+    parameters: float = DEFAULT_PARAMETERS,
+    find_measured: Callable[[], BudgetSchedule | None] | None = None,
 ) -> BudgetSchedule | None:
     """Turn the option into inclusive `(first, last, nodes)` ranges; None is fixed.
 
@@ -90,6 +96,8 @@ def parse_schedule(
         budget: The largest number of nodes.
         is_cpu: The default is `fixed` there and `auto` on a GPU.
         parameters: Of the target, for `auto`.
+        find_measured: Looks up what `vllm-dflash calibrate` has measured; `auto` takes
+            that before the formula.
 
     Raises:
         ValueError: The value, a range or a number of nodes is wrong.
@@ -99,7 +107,8 @@ def parse_schedule(
     if value == FIXED:
         return None
     if value == AUTO:
-        return auto_schedule(budget, parameters)
+        measured = None if find_measured is None else find_measured()
+        return measured or auto_schedule(budget, parameters)
     example = (
         f'"ddtree": {{"budget": {budget}, "budget_per_batch_size": '
         f"[[1, 8, {budget}], [9, 256, {min(budget, 7)}]]}}"

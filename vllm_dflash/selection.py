@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend of the target, chosen before the workers exist."""
+"""The attention backend of the target and the worker, before any worker exists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_dflash.logger import init_logger
 from vllm_dflash.support import Refusal
-from vllm_dflash.support_checks import TREE_BACKENDS
+from vllm_dflash.support_checks import TREE_BACKENDS, TREE_WORKERS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,6 +49,16 @@ def select_backend(config: VllmConfig) -> str | Refusal | None:
     if usable[0] is not ranking[0]:
         config.attention_config.backend = usable[0]
     return usable[0].name
+
+
+def select_worker(config: VllmConfig) -> None:
+    """Name the worker that refuses to run without trees, in `config` in place.
+
+    A worker class is imported by its name in the worker's own process, so one without
+    this plugin can't start.
+    """
+    parallel = config.parallel_config
+    parallel.worker_cls = TREE_WORKERS.get(parallel.worker_cls, parallel.worker_cls)
 
 
 def _rank_backends(config: VllmConfig) -> list[AttentionBackendEnum]:

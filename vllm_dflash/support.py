@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_dflash.config import OPTION_KEY, DDTreeConfig, resolve_depth
+from vllm_dflash.draft_fit import dflash_options
 from vllm_dflash.support_checks import tokens_reserved
 from vllm_dflash.support_table import FEATURES, Status
 
@@ -105,7 +106,7 @@ def draft_block_size(config: SpeculativeConfig) -> int | None:
     hf_config = config.draft_model_config.hf_config
     size = getattr(hf_config, "block_size", None)
     if size is None:
-        size = (getattr(hf_config, "dflash_config", None) or {}).get("block_size")
+        size = dflash_options(hf_config).get("block_size")
     return size
 
 

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 
 TREE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 _CACHE_DTYPES = ("auto", "bfloat16", "float16")
+_FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 TREE_DRAFT = "DFlashDraftModel"
+# vLLM's workers, and what stands for them in an engine with trees.
+TREE_WORKERS = {
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_dflash.runner.gpu_worker.TreeGPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": (
+        "vllm_dflash.runner.cpu_worker.TreeCPUWorker"
+    ),
+}
 
 # Returns what was found, as the user would type it; None if the row does not apply.
 Check = Callable[["VllmConfig"], str | None]
@@ -74,8 +82,25 @@ def find_other_device(config: VllmConfig) -> str | None:
     return current_platform.device_name
 
 
+def find_missing_triton(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON or not current_platform.is_cuda():
+        return None
+    return "a CUDA device and no Triton that vLLM can use"
+
+
 def find_runner_v1(config: VllmConfig) -> str | None:
-    return None if config.use_v2_model_runner else "Model Runner V1"
+    # vLLM takes V1 where there is no Triton, which is named by itself.
+    if config.use_v2_model_runner or find_missing_triton(config):
+        return None
+    return "Model Runner V1"
+
+
+def find_other_worker(config: VllmConfig) -> str | None:
+    name = config.parallel_config.worker_cls
+    return None if name in {*TREE_WORKERS, *TREE_WORKERS.values()} else name
 
 
 def find_other_task(config: VllmConfig) -> str | None:
@@ -105,8 +130,14 @@ def find_other_backend(config: VllmConfig) -> str | None:
 
 
 def find_other_cache_dtype(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
     dtype = config.cache_config.cache_dtype
-    return None if dtype in _CACHE_DTYPES else f"--kv-cache-dtype {dtype}"
+    if dtype in _CACHE_DTYPES:
+        return None
+    if dtype in _FP8_CACHE_DTYPES and current_platform.is_cuda():
+        return None
+    return f"--kv-cache-dtype {dtype}"
 
 
 def tokens_reserved(tree: DDTreeConfig) -> int:
@@ -125,4 +156,38 @@ def find_small_step(config: VllmConfig) -> str | None:
     return (
         f"--max-num-batched-tokens {step} and a budget of {tree.budget}, which needs "
         f"{tokens_reserved(tree)}"
+    )
+
+
+def find_short_model_length(config: VllmConfig) -> str | None:
+    tree = get_ddtree_config(config)
+    length = config.model_config.max_model_len
+    # A prompt has at least one token.
+    if tree is None or length > tree.width:
+        return None
+    return (
+        f"--max-model-len {length} and a budget of {tree.budget}, which needs "
+        f"{tree.width + 1}"
+    )
+
+
+def find_small_pool(config: VllmConfig) -> str | None:
+    """Find a cache of so many blocks that no request of full length fits.
+
+    vLLM finds a cache that is small for lack of memory, when it knows the memory.
+    """
+    cache, model = config.cache_config, config.model_config
+    blocks, block_size = cache.num_gpu_blocks_override, cache.block_size
+    fits_by_itself = getattr(model, "original_max_model_len", None) == -1
+    has_window = model.get_sliding_window() is not None
+    if blocks is None or not block_size or fits_by_itself or has_window:
+        return None
+    # vLLM keeps one block back. The slots of a tree end at the model's length too.
+    slots = (blocks - 1) * block_size
+    if slots >= model.max_model_len:
+        return None
+    return (
+        f"--num-gpu-blocks-override {blocks} with blocks of {block_size} and "
+        f"--max-model-len {model.max_model_len}, which needs "
+        f"{-(-model.max_model_len // block_size) + 1}"
     )

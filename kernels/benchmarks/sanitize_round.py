@@ -2,12 +2,12 @@
 """One small verify round and its tree attention, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck python kernels/benchmarks/sanitize_round.py
-    compute-sanitizer --tool racecheck python kernels/benchmarks/sanitize_round.py
+    compute-sanitizer --tool racecheck python kernels/benchmarks/sanitize_round.py 47
 
 Every kernel runs once on odd sizes: vocabulary 49153, 3 requests, trees of 47 and of
-100 nodes, split and unsplit keys, a given prefix, fp8 bytes, a sliding window. Memory
-comes from the driver, without a caching allocator, so that a write past the end of a
-tensor is seen. Results are compared with the references.
+100 nodes (or of those named), split and unsplit keys, a given prefix, fp8 bytes, a
+sliding window. Memory comes from the driver, without a caching allocator, so that a
+write past the end of a tensor is seen. Results are compared with the references.
 """
 
 import os
@@ -74,7 +74,7 @@ def run_attention(num_nodes: int) -> None:
 
 
 def main() -> None:
-    for budget in (47, 100):
+    for budget in [int(word) for word in sys.argv[1:]] or (47, 100):
         run_round(budget)
         run_attention(budget + 1)
     torch.cuda.synchronize()

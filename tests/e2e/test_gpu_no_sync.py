@@ -12,10 +12,15 @@ from vllm_dflash.sample.tree_sampler import TreeRejectionSampler
 pytestmark = [pytest.mark.e2e, pytest.mark.gpu]
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    ("eager", "stage_times"),
+    [(True, "0"), (False, "0"), (False, "1")],
+    ids=["eager", "graphs", "timed"],
+)
 def test_round_never_waits_for_the_device(
-    tiny_target, tiny_draft, prompts, eager, monkeypatch
+    tiny_target, tiny_draft, prompts, eager, stage_times, monkeypatch
 ):
+    monkeypatch.setenv("VLLM_DFLASH_STAGE_TIMES", stage_times)
     calls: dict[str, int] = {}
     armed = False
 

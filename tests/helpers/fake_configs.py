@@ -26,6 +26,8 @@ def engine(**changes):
             enable_prompt_embeds=False,
             return_sampling_mask=False,
             enable_trace_replay=False,
+            max_model_len=4096,
+            get_sliding_window=lambda: None,
         ),
         "parallel_config": dict(
             pipeline_parallel_size=1,
@@ -36,6 +38,7 @@ def engine(**changes):
             use_ubatching=False,
             enable_batch_sharded_sampling=False,
             enable_elastic_ep=False,
+            worker_cls="vllm.v1.worker.gpu_worker.Worker",
         ),
         "speculative_config": dict(
             method="dflash",
@@ -47,7 +50,12 @@ def engine(**changes):
             enable_adaptive_verification=False,
             use_local_argmax_reduction=False,
         ),
-        "cache_config": dict(cache_dtype="auto", kv_sharing_fast_prefill=False),
+        "cache_config": dict(
+            cache_dtype="auto",
+            kv_sharing_fast_prefill=False,
+            num_gpu_blocks_override=None,
+            block_size=16,
+        ),
         "aux_output_config": dict(enable_return_routed_experts=False),
         "attention_config": dict(backend=None, backend_per_kind=None),
         "scheduler_config": dict(max_num_batched_tokens=2048, max_num_seqs=64),
@@ -92,6 +100,8 @@ def tree_of(budget=48, schedule=None):
 
 def pretend_cuda(monkeypatch):
     """Replace the platform that the checks ask, and return it."""
+    # Importing vLLM's Triton asks the real platform.
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
     platform = SimpleNamespace(
         is_cuda=lambda: True, is_cpu=lambda: False, device_name="cuda"
     )

@@ -5,11 +5,56 @@ from typing import Any
 
 from engines import model_runner
 
+# Where a request can be between two steps.
+WAITING, PREFILLING, DECODING, PREEMPTED = PHASES = (
+    "waiting",
+    "prefilling",
+    "decoding",
+    "preempted",
+)
+
+
+def scheduler(llm: Any) -> Any:
+    """The scheduler of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def num_free_blocks(llm: Any) -> int:
+    """KV blocks that no request uses; some may be remembered by the prefix cache."""
+    return scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def drain(llm: Any) -> None:
+    """End what an engine that schedules ahead has under way after its last request."""
+    for _ in range(2):
+        llm.llm_engine.step()
+
+
+def phases_of(llm: Any, internal_id: str) -> set[str]:
+    """Phases of the samples of a request; none if the engine has forgotten it."""
+    from vllm.v1.request import RequestStatus
+
+    phases = set()
+    for request_id, request in scheduler(llm).requests.items():
+        # Samples of one request are numbered in front.
+        if request_id != internal_id and not request_id.endswith(f"_{internal_id}"):
+            continue
+        if request.status == RequestStatus.PREEMPTED:
+            phases.add(PREEMPTED)
+        elif request.status != RequestStatus.RUNNING:
+            phases.add(WAITING)
+        elif request.num_computed_tokens < request.num_prompt_tokens - 1:
+            phases.add(PREFILLING)
+        else:
+            phases.add(DECODING)
+    return phases
+
 
 class Stepper:
     """Requests of an engine that the test steps by itself."""
 
     def __init__(self, llm: Any):
+        self.llm = llm
         self.engine = llm.llm_engine
         self.states = model_runner(llm).req_states
         self.tokens: dict[str, list[int]] = {}
@@ -34,6 +79,9 @@ class Stepper:
     def run(self) -> None:
         while self.engine.has_unfinished_requests():
             self.step()
+
+    def phases(self, name: str) -> set[str]:
+        return phases_of(self.llm, self._internal_ids[name])
 
     def slot(self, name: str) -> int:
         return self.states.req_id_to_index[self._internal_ids[name]]

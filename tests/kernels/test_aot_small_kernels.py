@@ -188,6 +188,7 @@ def call_tree_ops(budget: int) -> None:
         positions=longs(num_reqs * width),
         batch_ancestors=longs(num_reqs, width, trees.ancestors.shape[2]),
         tree_len=ints(num_reqs),
+        prefix_len=ints(num_reqs),
         impl="triton",
     )
     for invalid in (None, torch.zeros(num_reqs * width, dtype=torch.bool)):
@@ -202,6 +203,7 @@ def call_tree_ops(budget: int) -> None:
             sampled=longs(num_reqs, width),
             num_sampled=ints(num_reqs),
             path=ints(num_reqs, depth + 1),
+            rank_counts=longs(8),
             impl="triton",
         )
     if budget != 48:

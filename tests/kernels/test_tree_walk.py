@@ -21,7 +21,7 @@ TOKENS = [1, 5, 6, 5, 9, 7, 5]
 
 def walk(
     trees, targets, tokens, impl, device, *, max_depth, lengths=None, invalid=None,
-    budget=None, slots=None,
+    budget=None, slots=None, rank_counts=None,
 ):  # fmt: skip
     """One request a tree, in slots counting down; returns (sampled, path) lists."""
     num_reqs = len(trees)
@@ -55,6 +55,7 @@ def walk(
         sampled=sampled,
         num_sampled=num_sampled,
         path=path,
+        rank_counts=rank_counts,
         impl=impl,
     )
     for output in (sampled, num_sampled, path):
@@ -154,6 +155,24 @@ def test_invalid_drafts_end_the_path(impl, device):
         max_depth=4, invalid=[invalid],
     )  # fmt: skip
     assert result == ([5, 5], [0, 1])
+
+
+def test_accepted_nodes_are_counted_by_rank(impl, device):
+    counts = torch.tensor([100, 0, 7], device=device)
+    slots = [3, 2, 1, -1]
+    walk(
+        # Node 2 is the second child of the root, 5 of node 1, 4 the fourth of a root.
+        trees=[PARENTS, PARENTS, [-1, 0, 0, 0, 0], PARENTS],
+        targets=[[6, 5, 5, 9, 9, 7, 3], [5, 7, 0, 9, 4, 2, 0], [8, 0, 0, 0, 0], [5]],
+        tokens=[TOKENS, TOKENS, [1, 5, 6, 7, 8], TOKENS[:1]],
+        slots=slots,
+        impl=impl,
+        device=device,
+        max_depth=4,
+        rank_counts=counts,
+    )
+    # Paths 0-2-6, 0-1-5, and 0-4, whose rank 3 has no counter.
+    assert counts.tolist() == [102, 2, 7]
 
 
 def recursive_walk(parents, tokens, targets, invalid, node, rows_left):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When FlashAttention gets the committed keys of a verify batch, and what it is told."""
+"""When FlashAttention gets the committed keys of a verify batch, and how."""
 
 from types import SimpleNamespace
 
@@ -21,12 +21,14 @@ class Base:
     kv_cache_dtype = torch.bfloat16
     aot_schedule = True
     aot_sliding_window = (-1, -1)
+    max_num_splits = 32
 
     def _build_base(self, tree, common_prefix_len, common, fast_build=False):
         return SimpleNamespace(
             seq_lens=common.seq_lens,
             causal=common.causal,
             scheduled=self.aot_schedule,
+            max_num_splits=self.max_num_splits,
         )
 
 
@@ -38,7 +40,10 @@ class Builder(flash_prefix.FlashPrefixMixin, Base):
 def batch(monkeypatch):
     monkeypatch.setattr(flash_prefix, "get_flash_attn_version", lambda: 3)
     common = SimpleNamespace(
-        num_reqs=8, seq_lens=torch.full((8,), 148, dtype=torch.int32), causal=True
+        num_reqs=8,
+        num_actual_tokens=8 * 48,
+        seq_lens=torch.full((8,), 148, dtype=torch.int32),
+        causal=True,
     )
     step = SimpleNamespace(prefix_len=torch.arange(100, 112, dtype=torch.int32))
     tree = SimpleNamespace(pure=True, max_query_len=48, step=step)
@@ -61,7 +66,7 @@ def test_a_large_verify_batch_is_scheduled_over_committed_keys(batch):
     "change",
     [
         dict(num_heads_kv=1, num_heads_q=4),
-        dict(headdim=64),
+        dict(headdim=64, num_heads_q=8),
         dict(kv_cache_dtype=torch.uint8),
         dict(aot_sliding_window=(1023, 0)),
     ],
@@ -101,6 +106,21 @@ def test_mixed_batches_and_batches_without_trees_are_untouched(batch):
         assert not hasattr(metadata, "prefix_len")
 
 
+@pytest.mark.parametrize("pure", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "splits"), [(1, 32), (512, 32), (1024, 16), (2048, 8), (40000, 1)]
+)
+def test_partial_results_stay_as_large_as_vllms(batch, num_tokens, splits, pure):
+    tree, common = batch
+    tree.pure, common.num_actual_tokens = pure, num_tokens
+    builder = Builder()
+    assert builder._build_base(tree, 0, common).max_num_splits == splits
+    assert builder.max_num_splits == 32
+    # 0 is FlashAttention's own choice, for engines without graphs.
+    builder.max_num_splits = 0
+    assert builder._build_base(tree, 0, common).max_num_splits == 0
+
+
 def test_layers_with_a_window_do_without():
     impl = SimpleNamespace(sliding_window=(1023, 0))
     metadata = SimpleNamespace(prefix_len=torch.zeros(1, dtype=torch.int32))
@@ -113,4 +133,6 @@ def test_preference_grows_with_the_batch_and_the_rows():
     assert not prefers_given_prefix(1, 8, 48 * 4, 128)
     assert prefers_given_prefix(1, 8, 65 * 4, 128)
     assert prefers_given_prefix(8, 8, 16 * 4, 128)
-    assert not prefers_given_prefix(32, 3, 48 * 3, 64)
+    assert prefers_given_prefix(8, 3, 48 * 3, 64)
+    assert not prefers_given_prefix(8, 3, 33 * 3, 64)
+    assert not prefers_given_prefix(1, 3, 48 * 3, 64)

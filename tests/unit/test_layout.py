@@ -42,10 +42,11 @@ ALLOWED = {
     "cpu": {BASE, KERNELS},
     "metrics": {BASE, KERNELS},
     "runner": {BASE, KERNELS, "metrics", *_ARITHMETIC},
-    "patches": {BASE, KERNELS, "cpu", "metrics", "runner", *_ARITHMETIC},
+    "calibrate": {BASE, KERNELS, "runner"},
+    "patches": {BASE, KERNELS, "calibrate", "cpu", "metrics", "runner", *_ARITHMETIC},
     "plugin": {BASE, "cpu", "metrics", "patches"},
     "demo": {BASE},
-    "cli": {BASE, "demo"},
+    "cli": {BASE, "calibrate", "demo", "metrics"},
 }
 # Besides envs.py, who may touch the environment: those that prepare it for another
 # process, or for vLLM before its import, and the report of it.

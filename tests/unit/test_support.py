@@ -60,7 +60,7 @@ REFUSED = {
     "diffusion models": {"model_config__is_diffusion": True},
     "pooling models": {"model_config__runner_type": "pooling"},
     "another attention backend": {"attention_config__backend": named("FLASHINFER")},
-    "a quantised KV cache": {"cache_config__cache_dtype": "fp8"},
+    "another quantised KV cache": {"cache_config__cache_dtype": "fp8_e5m2"},
     "KV-sharing fast prefill": {"cache_config__kv_sharing_fast_prefill": True},
     "another kind of draft": {
         "speculative_config__draft_model_config": draft("DFlash2DraftModel")
@@ -83,9 +83,12 @@ REFUSED = {
     },
     "trace replay": {"model_config__enable_trace_replay": True},
     "a step smaller than a tree": {"scheduler_config__max_num_batched_tokens": 94},
+    "a model length smaller than a tree": {"model_config__max_model_len": 48},
+    "a KV cache smaller than a request": {"cache_config__num_gpu_blocks_override": 256},
+    "another worker class": {"parallel_config__worker_cls": "mine.Worker"},
 }
 # Found by what this process is rather than by its config; tested on their own.
-ENVIRONMENT = {"another vLLM than 0.32", "another device"}
+ENVIRONMENT = {"another vLLM than 0.32", "another device", "a GPU without Triton"}
 
 
 def test_every_refused_row_of_the_engine_is_tested():

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 _FLASH_ATTENTION = 3
 _NO_WINDOW = (None, (-1, -1))
+# vLLM lets FlashAttention split the keys of captured batches, with fp32 partial
+# results of [splits, heads, tokens, head size]. It captures up to 512 tokens, engines
+# with trees more; the product stays what it was. At 2048 tokens of 32 heads of 128 that
+# is 0.27 GB instead of 1.07.
+_MAX_SPLIT_TOKENS = 32 * 512
 
 
 class FlashPrefixMixin:
@@ -39,10 +44,28 @@ class FlashPrefixMixin:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        most_splits = self.max_num_splits
+        self.max_num_splits = min(
+            most_splits,
+            max(1, _MAX_SPLIT_TOKENS // max(common_attn_metadata.num_actual_tokens, 1)),
+        )
+        build = self._build_scheduled
         if tree is None or not tree.pure:
-            return super()._build_base(  # type: ignore[misc]
-                tree, common_prefix_len, common_attn_metadata, *args, **kwargs
-            )
+            build = super()._build_base  # type: ignore[misc]
+        try:
+            return build(tree, common_prefix_len, common_attn_metadata, *args, **kwargs)
+        finally:
+            self.max_num_splits = most_splits
+
+    def _build_scheduled(
+        self,
+        tree: TreeAttention,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Metadata of a batch that only verifies trees."""
         num_reqs = common_attn_metadata.num_reqs
         seq_lens = common_attn_metadata.seq_lens
         prefix_len = None

@@ -33,7 +33,7 @@ def run_demo(args: argparse.Namespace) -> int:
     """Run the demo that the arguments describe; returns the exit code."""
     _require_packages()
     try:
-        with _signals_interrupt():
+        with signals_interrupt():
             pair = _model_pair(args)
             specs = _server_specs(args, pair, is_cpu=not _has_gpu())
             if args.serve:
@@ -46,7 +46,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 def _serve(spec: ServerSpec, max_tokens: int) -> int:
     _heading(spec.label)
-    with _server(spec) as server:
+    with start_server(spec) as server:
         _stream_answer(server, max_tokens)
         print(f"\nServing on {server.client.base_url}/v1 until Ctrl-C. Ask it:\n")
         print(
@@ -71,7 +71,7 @@ def _compare(specs: list[ServerSpec], max_tokens: int) -> None:
     measurements = []
     for index, spec in enumerate(specs, 1):
         _heading(f"{index}/{len(specs)} {spec.label}")
-        with _server(spec) as server:
+        with start_server(spec) as server:
             if index == 1:
                 _stream_answer(server, max_tokens)
             measurements.append(
@@ -142,6 +142,13 @@ def _server_specs(
     return specs
 
 
+def tree_server(args: argparse.Namespace, variables: dict[str, str]) -> ServerSpec:
+    """Return the demo's server with a tree, with more environment variables."""
+    _require_packages()
+    specs = _server_specs(args, _model_pair(args), is_cpu=not _has_gpu())
+    return replace(specs[0], variables=variables)
+
+
 def _model_pair(args: argparse.Namespace) -> ModelPair:
     if (args.model is None) != (args.draft_model is None):
         raise CommandError(
@@ -154,7 +161,7 @@ def _model_pair(args: argparse.Namespace) -> ModelPair:
     return ModelPair(args.model, args.draft_model, args.model, is_embedded=False)
 
 
-def _server(spec: ServerSpec) -> VLLMServer:
+def start_server(spec: ServerSpec) -> VLLMServer:
     name = re.sub(r"\W+", "-", spec.label).strip("-").lower()
     log_path = fetch.cache_dir() / "logs" / f"{name}.log"
     _progress(f"vllm serve, log: {log_path}")
@@ -196,7 +203,7 @@ def _has_gpu() -> bool:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """Treat SIGTERM and SIGHUP like Ctrl-C, so that a server is always ended."""
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:

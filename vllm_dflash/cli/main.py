@@ -40,6 +40,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_demo(commands)
+    _add_show_tree(commands)
+    _add_calibrate(commands)
     check = commands.add_parser(
         "check", help="is the plugin installed, registered, and would it use a tree"
     )
@@ -49,8 +51,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     collect.set_defaults(run=_run_collect_env)
     args = parser.parse_args(own)
-    if serve_args and args.command != "demo":
-        parser.error("arguments after -- go to vllm serve: only demo takes them")
+    if serve_args and args.command not in {"calibrate", "demo", "show-tree"}:
+        parser.error(
+            "arguments after -- go to vLLM: calibrate, demo and show-tree take them"
+        )
     args.serve_args = serve_args
     return args
 
@@ -66,16 +70,16 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     demo.add_argument("--model", help="your target instead of the embedded pair")
     demo.add_argument("--draft-model", help="the DFlash draft of --model")
     demo.add_argument(
-        "--depth", type=_positive, help="draft depth (default 15, of a block of 16)"
+        "--depth", type=positive, help="draft depth (default 15, of a block of 16)"
     )
     demo.add_argument(
-        "--budget", type=_positive, help="tree nodes (default 47; on the CPU 16)"
+        "--budget", type=positive, help="tree nodes (default 47; on the CPU 16)"
     )
     demo.add_argument(
-        "--max-tokens", type=_positive, default=128, help="per answer (default 128)"
+        "--max-tokens", type=positive, default=128, help="per answer (default 128)"
     )
     demo.add_argument(
-        "--port", type=_positive, help="default 8000 with --serve, else a free one"
+        "--port", type=positive, help="default 8000 with --serve, else a free one"
     )
     demo.add_argument(
         "--serve",
@@ -90,7 +94,41 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     demo.set_defaults(run=_run_demo)
 
 
-def _positive(text: str) -> int:
+def _add_show_tree(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    from vllm_dflash.cli.show_tree import add_arguments
+
+    show_tree = commands.add_parser(
+        "show-tree",
+        help="show the trees of a request and the accepted paths",
+        description="Show verified trees with their accepted paths, as text or as one "
+        "HTML page: of a dump that vLLM wrote with VLLM_DFLASH_DUMP_TREES, or of a "
+        "request sent now. Arguments after -- go to vllm serve.",
+    )
+    add_arguments(show_tree)
+    show_tree.set_defaults(run=_run_show_tree)
+
+
+def _add_calibrate(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    from vllm_dflash.cli.calibrate import add_arguments
+
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure how many nodes pay at which load, for this pair and GPU",
+        description="Time steps of every tree width and batch size, count what the "
+        "draft gets accepted, choose the number of nodes with the most tokens per "
+        'second by batch size, and keep it for "budget_per_batch_size": "auto". '
+        "Arguments after -- are vLLM's engine options.",
+    )
+    add_arguments(calibrate)
+    calibrate.set_defaults(run=_run_calibrate)
+
+
+def positive(text: str) -> int:
+    """Return the number of an option that counts something."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
@@ -101,6 +139,18 @@ def _run_demo(args: argparse.Namespace) -> int:
     from vllm_dflash.cli.demo import run_demo
 
     return run_demo(args)
+
+
+def _run_show_tree(args: argparse.Namespace) -> int:
+    from vllm_dflash.cli.show_tree import run_show_tree
+
+    return run_show_tree(args)
+
+
+def _run_calibrate(args: argparse.Namespace) -> int:
+    from vllm_dflash.cli.calibrate import run_calibrate
+
+    return run_calibrate(args)
 
 
 def _run_check(args: argparse.Namespace) -> int:

@@ -50,6 +50,7 @@ class ServerSpec:
     with_plugin: bool = True
     max_model_len: int = 2048
     extra_args: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
 
     def command(self) -> list[str]:
         """Return the command line, ``vllm serve`` run by this Python."""
@@ -86,7 +87,7 @@ class ServerSpec:
             # Both models are local directories: no look-up on a model hub.
             env["HF_HUB_OFFLINE"] = "1"
         env.setdefault("VLLM_NO_USAGE_STATS", "1")
-        return env
+        return env | self.variables
 
 
 class VLLMServer:
@@ -103,6 +104,9 @@ class VLLMServer:
     def __enter__(self) -> Self:
         require_free_port(self.spec.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # It may hold what was asked; an earlier run's file keeps its mode otherwise.
+        self.log_path.touch(mode=0o600)
+        self.log_path.chmod(0o600)
         self._log_file = self.log_path.open("wb")
         try:
             # A session of its own: Ctrl-C reaches this process only, which then ends

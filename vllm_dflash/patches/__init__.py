@@ -88,6 +88,19 @@ LEDGER: tuple[Patch, ...] = (
         make="vllm_dflash.patches.input_processor:wrap_input_processor",
     ),
     Patch(
+        name="stat_loggers",
+        target="vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        what="Makes the stat loggers of an engine in the front end.",
+        why="Entry points for stat loggers hold for every engine, switch statistics on "
+        "against --disable-log-stats, and are not loaded by vllm.LLM; the periodic "
+        "line counts nodes as positions.",
+        how="Hands vLLM one more stat logger, for engines with a tree only, and gives "
+        "its logging one that counts depths.",
+        upstream="Stat loggers that a plugin can add for one engine.",
+        remove_when="A plugin can add a stat logger by VllmConfig, in LLM too.",
+        make="vllm_dflash.patches.stat_loggers:wrap_stat_logger_manager",
+    ),
+    Patch(
         name="init_speculator",
         target="vllm.v1.worker.gpu.spec_decode:init_speculator",
         what="Chooses the speculator class of Model Runner V2 by method.",

@@ -11,15 +11,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_dflash import envs, graphs, patches, selection, support
+from vllm_dflash import (
+    draft_fit,
+    draft_weights,
+    envs,
+    graphs,
+    patches,
+    selection,
+    support,
+)
+from vllm_dflash.calibrate import store
 from vllm_dflash.config import (
     OPTION_KEY,
     DDTreeConfig,
     get_ddtree_config,
     parse_ddtree_option,
 )
+from vllm_dflash.errors import option_error
 from vllm_dflash.logger import init_logger
 from vllm_dflash.schedule import estimate_parameters
 
@@ -45,6 +56,9 @@ def wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[...
 
         given = OPTION_KEY in words
         option = words.pop(OPTION_KEY, None)
+        if not _names_method(self, words) and not _will_be_dflash(self, words):
+            # vLLM would ask for num_speculative_tokens, which is not what is missing.
+            _refuse_other_method(None, option)
         default_depth = (
             words.get(_TOKENS_KEY) is None
             and self.spec_tokens is None
@@ -61,6 +75,8 @@ def wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[...
             return config
 
         _refuse_misplaced_options(self)
+        if option is not False:
+            _require_usable_draft(self, config)
         if default_depth:
             depth = support.draft_depth(config)
             config.num_speculative_tokens = depth
@@ -110,7 +126,9 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
                 user_sizes=_has_user_sizes(before),
                 user_max_num_seqs=before["max_num_seqs"] is not None,
             )
+            selection.select_worker(config)
             _serve_options_of_a_row()
+            _count_trees()
             support.log_tree(logger, config, tree, backend)
             return config
         if tree.demanded:
@@ -125,7 +143,15 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
 
 def _user_words(args: EngineArgs) -> dict[str, Any]:
     """Return a copy of the user's `speculative_config` with vLLM's spelling of keys."""
-    words = args.speculative_config or {}
+    words = args.speculative_config
+    if words is None:
+        return {}
+    if not isinstance(words, dict) or not all(isinstance(key, str) for key in words):
+        raise option_error(
+            f"speculative_config is no set of named options (got {words!r})",
+            "A JSON object, or a dict with strings as keys, is allowed",
+            '--speculative-config \'{"method": "dflash", "model": ...}\'',
+        )
     return {key.replace("-", "_"): value for key, value in words.items()}
 
 
@@ -143,6 +169,10 @@ def _will_be_dflash(args: EngineArgs, words: dict[str, Any]) -> bool:
     if method is not None:
         return method == "dflash"
     return "dflash" in model and "eagle-" not in model and "eagle3" not in model
+
+
+def _names_method(args: EngineArgs, words: dict[str, Any]) -> bool:
+    return (args.spec_method or words.get("method")) is not None
 
 
 def _refuse_other_method(config: SpeculativeConfig | None, option: Any) -> None:
@@ -171,6 +201,21 @@ def _refuse_misplaced_options(args: EngineArgs) -> None:
         )
 
 
+def _require_usable_draft(args: EngineArgs, config: SpeculativeConfig) -> None:
+    """Refuse a draft that could serve neither as a tree nor as a chain.
+
+    A draft on a hub is looked into by the workers, when it is there.
+    """
+    draft_fit.require_fitting_draft(config)
+    folder = Path(config.draft_model_config.model)
+    if folder.is_dir():
+        load_config = config.draft_load_config
+        load_format = (
+            args.load_format if load_config is None else load_config.load_format
+        )
+        draft_weights.require_whole_draft(config, str(load_format), folder)
+
+
 def _decide(
     args: EngineArgs, config: SpeculativeConfig, option: Any
 ) -> DDTreeConfig | None:
@@ -192,6 +237,15 @@ def _decide(
             is_cpu=current_platform.is_cpu(),
             parameters=estimate_parameters(
                 config.target_model_config.hf_text_config, args.tensor_parallel_size
+            ),
+            find_measured=lambda budget, depth: store.load(
+                store.describe_setup(
+                    config,
+                    kv_cache_dtype=str(args.kv_cache_dtype),
+                    tensor_parallel_size=args.tensor_parallel_size,
+                    budget=budget,
+                    depth=depth,
+                )
             ),
         )
     except ValueError as error:
@@ -235,6 +289,14 @@ def _serve_options_of_a_row() -> None:
         patches.apply("input_processor")
     except patches.PatchError as error:
         logger.warning("vLLM goes on refusing min_p and logit_bias: %s", error)
+
+
+def _count_trees() -> None:
+    """Add the metrics of trees to vLLM's, in the process that serves /metrics."""
+    try:
+        patches.apply("stat_loggers")
+    except patches.PatchError as error:
+        logger.warning("There are no vllm_dflash metrics: %s", error)
 
 
 def _snapshot(args: EngineArgs) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class DDTreeModelState(DefaultModelState):
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
+        self.runtime.observer.request_added(new_req_data.req_id)
         reason = linear_history_reason(new_req_data.sampling_params)
         self.runtime.reset_slot(req_index, chain_only=reason is not None)
 
@@ -64,6 +65,7 @@ class DDTreeModelState(DefaultModelState):
             step.clear()
             return
         assert input_batch.num_draft_tokens_per_req is not None
+        self.runtime.observer.begin()
         step.prepare(
             input_batch.idx_mapping,
             input_batch.query_start_loc,
@@ -71,6 +73,7 @@ class DDTreeModelState(DefaultModelState):
             input_batch.positions,
             input_batch.num_draft_tokens_per_req,
         )
+        self.runtime.observer.mark("prepare")
 
     def prepare_attn(
         self,
@@ -110,6 +113,7 @@ class DDTreeModelState(DefaultModelState):
             self.device,
             self.runtime.step,
             self.runtime.compactor,
+            self.runtime.observer,
         )
 
 

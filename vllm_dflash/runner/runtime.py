@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm_dflash.attention.metadata import AttentionContext
 from vllm_dflash.config import DDTreeConfig
 from vllm_dflash.kv_cache.compaction import KVCompactor
+from vllm_dflash.metrics.observer import RoundObserver
 from vllm_dflash.tree.draft_tree import DraftTreeBuffers
 from vllm_dflash.tree.verify_step import VerifyStep
 
@@ -26,6 +27,7 @@ class TreeRuntime:
         self.step = VerifyStep.allocate(self.trees, config.depth, device)
         self.compactor = KVCompactor()
         self.attention = AttentionContext(vllm_config, self.step)
+        self.observer = RoundObserver(vllm_config, config, device)
         # Host mirror of num_nodes > 0: the sizes of the next draft batch depend on it.
         self.has_tree_np = np.zeros(num_slots, dtype=bool)
         self._key_object = vllm_config.compilation_config.static_forward_context

@@ -144,6 +144,8 @@ class DDTreeSpeculator(DFlashSpeculator):
     ) -> torch.Tensor:
         step = self.runtime.step
         num_reqs = input_batch.num_reqs
+        if not dummy_run:
+            self.runtime.observer.mark("update")
         if not dummy_run and step.num_tree_rows_np is not None:
             input_batch, rows, num_rejected = self.path_batch.make(
                 input_batch,
@@ -176,6 +178,8 @@ class DDTreeSpeculator(DFlashSpeculator):
         )
         if not dummy_run and not self._context_only:
             self.runtime.has_tree_np[input_batch.idx_mapping_np] = True
+        if not dummy_run:
+            self.runtime.observer.drafted(input_batch, self.builder)
         return self.builder.draft_tokens[:num_reqs]
 
 

@@ -9,6 +9,8 @@ is keyed by (seed, position, token) and a node's position is its depth position,
 seeded request gets the tokens of a run without speculation.
 """
 
+from typing import Any
+
 import torch
 from vllm.config import SpeculativeConfig
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
@@ -44,10 +46,13 @@ class TreeRejectionSampler(RejectionSampler):
         device: torch.device,
         step: VerifyStep,
         compactor: KVCompactor,
+        # metrics.observer.RoundObserver, None: nobody counts
+        observer: Any = None,
     ):
         super().__init__(sampler, spec_config, device)
         self.step = step
         self.compactor = compactor
+        self.observer = observer
 
     def __call__(
         self,
@@ -58,6 +63,8 @@ class TreeRejectionSampler(RejectionSampler):
         # [num_logits], bool: drafts that a grammar forbids
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
+        if self.observer is not None:
+            self.observer.mark("target")
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         logprobs_dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         positions = input_batch.positions[input_batch.logits_indices]
@@ -86,9 +93,16 @@ class TreeRejectionSampler(RejectionSampler):
             if chunk is not None:
                 logprobs.append(chunk)
 
+        if self.observer is not None:
+            self.observer.mark("sample")
         self.compactor.compact(
             self.step, input_batch.query_start_loc, num_sampled, num_reqs
         )
+        if self.observer is not None:
+            self.observer.mark("commit")
+            self.observer.walked(
+                input_batch, self.step, node_tokens, positions, sampled, num_sampled
+            )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled,
             input_batch.seq_lens,
@@ -168,6 +182,7 @@ class TreeRejectionSampler(RejectionSampler):
             sampled=sampled,
             num_sampled=num_sampled,
             path=path,
+            rank_counts=None if self.observer is None else self.observer.rank_counts,
         )
         if logprobs_dims is None:
             return None

@@ -205,7 +205,8 @@ def prefers_given_prefix(
     contexts from 2k on. Host constants only, as in ``plan_splits``.
     """
     if head_size < 128:
-        return False
+        # Cheap products: it wins where the rows fill its tiles of 64 exactly or nearly.
+        return num_reqs * num_kv_heads >= 24 and 128 < rows <= 192
     return rows > 192 or num_reqs * num_kv_heads >= 32
 
 

@@ -34,6 +34,8 @@ def walk_tree(
     num_sampled: torch.Tensor,
     # [>= num_reqs, K + 1], int32, 0 padded
     path: torch.Tensor,
+    # [C], int64, added to
+    rank_counts: torch.Tensor | None = None,
     impl: Impl = "auto",
 ) -> None:
     """Write the accepted path of each request and the tokens drawn along it.
@@ -45,6 +47,9 @@ def walk_tree(
     ``n = num_sampled[r]``. Nodes from ``tree_len`` on do not exist; without a tree
     only the first row's token is emitted. Children of one node carry different tokens;
     should two be equal, the lower node is followed.
+
+    ``rank_counts[k]`` grows by the accepted nodes that have k lower siblings, that is
+    by those that were the draft's k-th choice after their parent.
 
     A request without logits rows gets ``num_sampled`` 0. ``num_reqs`` defaults to
     ``slots.shape[0]``. Rows past it are left alone. The host never waits.
@@ -68,4 +73,5 @@ def walk_tree(
         sampled,
         num_sampled,
         path,
+        rank_counts,
     )

@@ -7,6 +7,7 @@ Grid (num_reqs,), one warp each. All edges are tested at once; the walk then cos
 warp reduction a step: the lowest matching node whose parent is the current one.
 
 Reads at most W rows of tokens, parents and flags; writes one row of each output.
+Counting ranks costs one more reduction and one atomic a step.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _NO_NODE = tl.constexpr(2**31 - 1)
         "sampled_ptr",
         "num_sampled_ptr",
         "path_ptr",
+        "rank_counts_ptr",
     ],
 )
 def _walk_tree_kernel(
@@ -47,10 +49,12 @@ def _walk_tree_kernel(
     num_sampled_ptr,  # [num_reqs], int32
     path_ptr,  # [num_reqs, MAX_ROWS], int32
     path_stride,
+    rank_counts_ptr,  # [NUM_RANKS], int64
     W: tl.constexpr,
     SAMPLED_WIDTH: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     HAS_INVALID: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
     BLOCK_PATH: tl.constexpr,
     BLOCK_SAMPLED: tl.constexpr,
@@ -72,15 +76,23 @@ def _walk_tree_kernel(
     if HAS_INVALID:
         invalid = tl.load(invalid_ptr + start + node, mask=is_draft, other=1)
         is_match = is_match & (invalid == 0)
+    sibling_of = tl.where(is_draft, parent, -2)
     parent = tl.where(is_match, parent, -2)
 
     step = tl.arange(0, BLOCK_PATH)
     path = tl.zeros([BLOCK_PATH], tl.int32)
     num_rows = 1
+    current = 0
     child = tl.min(tl.where(parent == 0, node, _NO_NODE), 0)
     while (num_rows < MAX_ROWS) & (child != _NO_NODE):
         path = tl.where(step == num_rows, child, path)
         num_rows += 1
+        if NUM_RANKS > 0:
+            is_lower = (sibling_of == current) & (node < child)
+            rank = tl.sum(is_lower.to(tl.int32), 0)
+            is_counted = (rank < NUM_RANKS) & (end > start)
+            tl.atomic_add(rank_counts_ptr + rank, 1, mask=is_counted, sem="relaxed")
+        current = child
         child = tl.min(tl.where(parent == child, node, _NO_NODE), 0)
 
     num_rows = tl.where(end > start, num_rows, 0)
@@ -108,6 +120,7 @@ def walk_tree(
     sampled: torch.Tensor,
     num_sampled: torch.Tensor,
     path: torch.Tensor,
+    rank_counts: torch.Tensor | None,
 ) -> None:
     width, sampled_width, max_rows = parents.shape[1], sampled.shape[1], path.shape[1]
     assert parents.is_contiguous() and target_tokens.is_contiguous()
@@ -129,10 +142,12 @@ def walk_tree(
         num_sampled,
         path,
         path.stride(0),
+        num_sampled if rank_counts is None else rank_counts,
         W=width,
         SAMPLED_WIDTH=sampled_width,
         MAX_ROWS=max_rows,
         HAS_INVALID=invalid_drafts is not None,
+        NUM_RANKS=0 if rank_counts is None else rank_counts.shape[0],
         BLOCK_NODES=next_power_of_2(width),
         BLOCK_PATH=next_power_of_2(max_rows),
         BLOCK_SAMPLED=next_power_of_2(sampled_width),

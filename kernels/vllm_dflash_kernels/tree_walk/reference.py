@@ -18,6 +18,7 @@ def walk_tree_reference(
     sampled: torch.Tensor,
     num_sampled: torch.Tensor,
     path: torch.Tensor,
+    rank_counts: torch.Tensor | None,
 ) -> None:
     starts = cu_num_logits[: num_reqs + 1].tolist()
     lengths = tree_len[:num_reqs].tolist()
@@ -53,6 +54,9 @@ def walk_tree_reference(
                 )
                 if child is None:
                     break
+                rank = node_parents[1:child].count(current)
+                if rank_counts is not None and rank < rank_counts.shape[0]:
+                    rank_counts[rank] += 1
                 nodes.append(child)
         counts[req] = len(nodes)
         tokens = [targets[node] for node in nodes]

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a schedule from measurements, and its way to the next start."""
+
+import json
+import logging
+
+import pytest
+
+from vllm_dflash.calibrate import choose, measure, prompts, store
+from vllm_dflash.schedule import AUTO, auto_schedule, parse_schedule
+
+
+def costs(table):
+    return {(b, n): ms for n, row in table.items() for b, ms in row.items()}
+
+
+def test_tokens_count_a_path_up_to_its_first_node_beyond():
+    paths = [[1, 2, 5], [], [1, 6], [3]]
+    tokens = choose.tokens_by_nodes(paths, budget=6, depth=3)
+    # Nodes accepted with 0..6 nodes: 0, 2, 3, 4, 4, 5, 6 of 4 trees.
+    assert tokens == [1.0, 1.5, 1.75, 2.0, 2.0, 2.25, 2.5]
+
+
+@pytest.mark.parametrize("path", [[7], [0], [1, 2, 3, 4]])
+def test_impossible_paths_are_refused(path):
+    with pytest.raises(ValueError, match="not a path of a tree of 6 nodes"):
+        choose.tokens_by_nodes([path], budget=6, depth=3)
+    with pytest.raises(ValueError, match="no tree was verified"):
+        choose.tokens_by_nodes([], budget=6, depth=3)
+
+
+def test_step_times_are_linear_between_batch_sizes_and_unknown_outside():
+    measured = costs({7: {1: 2.0, 4: 5.0}, 15: {1: 3.0}})
+    assert choose.interpolate_ms(measured, 2, 7) == pytest.approx(3.0)
+    assert choose.interpolate_ms(measured, 4, 7) == 5.0
+    assert choose.interpolate_ms(measured, 2, 15) is None
+    assert choose.interpolate_ms(measured, 1, 47) is None
+
+
+def test_wide_trees_for_few_requests_and_none_for_many():
+    tokens = [1.0] + [2.0] * 7 + [3.0] * 40
+    measured = costs(
+        {
+            0: {1: 10.0, 4: 10.0, 16: 10.0},
+            7: {1: 10.5, 4: 11.0, 16: 30.0},
+            47: {1: 11.0, 4: 30.0},
+        }
+    )
+    schedule = choose.choose_schedule(measured, tokens, 16)
+    assert [nodes for _, _, nodes in schedule] == [47, 7, 0]
+    assert schedule[0][0] == 1 and schedule[-1][1] == 16
+    # 47 nodes pay while 3 / ms(b, 47) > 2 / ms(b, 7): up to 11 + 19/3 (b-1) < 16.
+    assert schedule[0] == (1, 1, 47)
+    assert all(a[1] + 1 == b[0] for a, b in zip(schedule, schedule[1:], strict=False))
+
+
+def test_a_range_that_gains_nothing_is_not_made():
+    tokens = [1.0, 2.0, 2.01]
+    measured = costs({n: {1: 10.0 + n / 1000, 8: 20.0} for n in (0, 1, 2)})
+    schedule = choose.choose_schedule(measured, tokens, 8)
+    assert len(schedule) == 1 and schedule[0][2] in (1, 2)
+
+
+def test_at_most_five_widths_are_kept():
+    nodes = [0, 1, 3, 7, 15, 31, 47]
+    tokens = [1 + 0.2 * n for n in range(48)]
+    # Each number of nodes is far better than all others at one batch size.
+    measured = {
+        (b, n): tokens[n] * (1 if i == j else 3)
+        for i, b in enumerate((1, 2, 4, 8, 16, 32, 64))
+        for j, n in enumerate(nodes)
+    }
+    schedule = choose.choose_schedule(measured, tokens, 64)
+    assert len({n for _, _, n in schedule}) == choose.MAX_BUDGETS
+
+
+def test_candidates_and_their_graphs():
+    nodes = measure.candidate_nodes(47, 15)
+    assert nodes == [0, 3, 7, 15, 31, 47]
+    assert measure.candidate_nodes(20, 7) == [0, 3, 7, 15, 20]
+    assert measure.batch_sizes(24) == [1, 2, 4, 8, 16, 24]
+    assert measure.batch_sizes(1) == [1]
+    schedule = measure.schedule_of_all(nodes)
+    assert [entry[2] for entry in schedule] == [47, 31, 15, 7, 3, 0]
+    assert parse_schedule(schedule, 47, is_cpu=False) is not None
+    assert measure.capture_sizes([0, 3], [1, 4], 8) == [1, 4]
+
+
+@pytest.fixture
+def setup(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_DFLASH_CACHE", str(tmp_path))
+    return store.Setup(
+        device="GPU",
+        target="target@1",
+        draft="draft@1",
+        dtype="torch.bfloat16",
+        kv_cache_dtype="auto",
+        tensor_parallel_size=1,
+        vllm_version="0.32.0",
+        budget=47,
+        depth=15,
+    )
+
+
+SCHEDULE = ((1, 4, 47), (5, 64, 7))
+
+
+def test_a_kept_schedule_is_found_again_for_the_same_setup_only(setup):
+    import dataclasses
+
+    assert store.load(setup) is None
+    path = store.save(setup, SCHEDULE, dict(step_ms=[[1, 0, 2.5]]))
+    assert json.loads(path.read_text())["step_ms"] == [[1, 0, 2.5]]
+    assert store.load(setup) == SCHEDULE
+    for change in (dict(device="other"), dict(budget=31), dict(dtype="torch.float16")):
+        assert store.load(dataclasses.replace(setup, **change)) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"setup": {}}', "null"])
+def test_a_broken_file_is_named_and_not_used(setup, text, caplog):
+    path = store.save(setup, SCHEDULE, {})
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("vllm").propagate = True
+        assert store.load(setup) is None
+
+
+def test_auto_takes_the_measured_schedule_before_the_formula():
+    options = dict(is_cpu=False, parameters=8e9)
+    found = parse_schedule(AUTO, 47, find_measured=lambda: SCHEDULE, **options)
+    assert found == SCHEDULE
+    missing = parse_schedule(AUTO, 47, find_measured=lambda: None, **options)
+    assert missing == auto_schedule(47, 8e9)
+    given = parse_schedule(
+        [[1, 9, 5]], 47, find_measured=lambda: SCHEDULE, is_cpu=False
+    )
+    assert given == ((1, 9, 5),)
+
+
+def test_prompts_of_a_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": 1}]}')
+    assert prompts.read_messages(path) == [
+        [{"role": "user", "content": "a"}],
+        [{"role": "user", "content": 1}],
+    ]
+    path.write_text('{"prompt": "a"}\n{"text": "b"}')
+    with pytest.raises(ValueError, match=r"prompts.jsonl:2 is no prompt"):
+        prompts.read_messages(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        prompts.read_messages(path)
+    assert len(prompts.read_messages(None)) == 16
+    assert prompts.lengthen([1, 2, 3], 5) == [2, 3, 1, 2, 3]
+    assert prompts.lengthen([1, 2, 3], 2) == [1, 2, 3]

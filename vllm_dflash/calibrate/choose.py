@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step times and acceptance by number of nodes -> the budget schedule.
+
+A step of ``b`` requests with trees of ``n`` nodes commits ``b * tokens[n]`` tokens in
+``ms(b, n)``. Every prefix of a node list is the best tree of its size, so one run with
+the largest tree gives ``tokens`` for all smaller ones: an accepted path counts up to
+its first node beyond ``n``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vllm_dflash.schedule import BudgetSchedule
+
+# Each width brings its own CUDA graphs.
+MAX_BUDGETS = 5
+# A difference in speed that is not worth another range.
+TOLERANCE = 0.02
+
+
+def tokens_by_nodes(
+    paths: Sequence[Sequence[int]], budget: int, depth: int
+) -> list[float]:
+    """Mean tokens a step commits with trees of 0 to ``budget`` nodes.
+
+    Args:
+        paths: Accepted nodes of each verified tree, root left out, ascending. The trees
+            had ``budget`` nodes.
+        budget: Nodes of the largest tree.
+        depth: Tokens that a draft can hold; bounds a path.
+
+    Raises:
+        ValueError: No tree was verified, or a path can't be one of such a tree.
+    """
+    if not paths:
+        raise ValueError("no tree was verified (got no paths)")
+    accepted = [0] * (budget + 1)
+    for path in paths:
+        if len(path) > depth or any(not 1 <= node <= budget for node in path):
+            raise ValueError(f"not a path of a tree of {budget} nodes (got {path})")
+        for node in path:
+            accepted[node] += 1
+    tokens, total = [], 0
+    for nodes in range(budget + 1):
+        total += accepted[nodes]
+        tokens.append(1 + total / len(paths))
+    return tokens
+
+
+def interpolate_ms(
+    measured: Mapping[tuple[int, int], float], batch: int, nodes: int
+) -> float | None:
+    """Step time between measured batch sizes, linear; None outside of them.
+
+    A number of nodes may lack the larger batch sizes: they had too many rows.
+    """
+    known = sorted(b for b, n in measured if n == nodes)
+    if not known or not known[0] <= batch <= known[-1]:
+        return None
+    high = next(b for b in known if b >= batch)
+    low = max(b for b in known if b <= batch)
+    if low == high:
+        return measured[low, nodes]
+    share = (batch - low) / (high - low)
+    return (1 - share) * measured[low, nodes] + share * measured[high, nodes]
+
+
+def choose_schedule(
+    measured: Mapping[tuple[int, int], float],
+    tokens: Sequence[float],
+    max_num_seqs: int,
+) -> BudgetSchedule:
+    """The number of nodes with the most tokens per second, by batch size.
+
+    Args:
+        measured: Milliseconds of a step by (batch size, nodes); 0 nodes is a step
+            without drafts. Batch sizes 1 and ``max_num_seqs`` must be there.
+        tokens: Mean tokens of a step by number of nodes, from ``tokens_by_nodes``.
+        max_num_seqs: Largest batch size to decide for.
+    """
+    candidates = sorted({nodes for _, nodes in measured})
+    speeds: list[dict[int, float]] = []
+    for batch in range(1, max_num_seqs + 1):
+        row = {}
+        for nodes in candidates:
+            ms = interpolate_ms(measured, batch, nodes)
+            if ms is not None and ms > 0:
+                row[nodes] = batch * tokens[nodes] / ms
+        speeds.append(row)
+    kept = _worthwhile(speeds, candidates)
+    chosen: list[int] = []
+    for row in speeds:
+        allowed = {nodes: row[nodes] for nodes in kept if nodes in row}
+        best = max(allowed.values())
+        last = chosen[-1] if chosen else None
+        if last not in allowed or allowed[last] < best * (1 - TOLERANCE):
+            last = max(allowed, key=lambda nodes: allowed[nodes])
+        chosen.append(last)
+    schedule: list[tuple[int, int, int]] = []
+    for batch, nodes in enumerate(chosen, 1):
+        if schedule and schedule[-1][2] == nodes:
+            schedule[-1] = (schedule[-1][0], batch, nodes)
+        else:
+            schedule.append((batch, batch, nodes))
+    return tuple(schedule)
+
+
+def _worthwhile(speeds: list[dict[int, float]], candidates: list[int]) -> list[int]:
+    """Candidates left after those that no batch size would miss."""
+    kept = list(candidates)
+    while len(kept) > 1:
+        losses = {nodes: _loss(speeds, kept, nodes) for nodes in kept}
+        nodes = min(losses, key=lambda n: losses[n])
+        if losses[nodes] > TOLERANCE and len(kept) <= MAX_BUDGETS:
+            break
+        kept.remove(nodes)
+    return kept
+
+
+def _loss(speeds: list[dict[int, float]], kept: list[int], without: int) -> float:
+    """Largest share of speed that any batch size loses without a candidate."""
+    loss = 0.0
+    for row in speeds:
+        best = max(row[n] for n in kept if n in row)
+        others = [row[n] for n in kept if n in row and n != without]
+        if not others:
+            return float("inf")
+        loss = max(loss, 1 - max(others) / best)
+    return loss

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured schedules on disk, one file for each set-up they hold for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_dflash import envs
+from vllm_dflash.logger import init_logger
+from vllm_dflash.schedule import BudgetSchedule, parse_schedule
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+logger = init_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What step times and acceptance depend on."""
+
+    device: str
+    target: str
+    draft: str
+    dtype: str
+    kv_cache_dtype: str
+    tensor_parallel_size: int
+    vllm_version: str
+    budget: int
+    depth: int
+
+    @property
+    def path(self) -> Path:
+        """The file of this set-up's schedule."""
+        root = Path(envs.VLLM_DFLASH_CACHE or "~/.cache/vllm-dflash").expanduser()
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return root / "schedules" / f"{name}.json"
+
+
+def describe_setup(
+    config: SpeculativeConfig,
+    *,
+    kv_cache_dtype: str,
+    tensor_parallel_size: int,
+    budget: int,
+    depth: int,
+) -> Setup:
+    """The set-up of an engine that is about to start."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    target, draft = config.target_model_config, config.draft_model_config
+    return Setup(
+        device=current_platform.get_device_name(),
+        target=_identity(target.model, target.revision),
+        draft=_identity(draft.model, draft.revision),
+        dtype=str(target.dtype),
+        kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        vllm_version=vllm.__version__,
+        budget=budget,
+        depth=depth,
+    )
+
+
+def _identity(model: str, revision: str | None) -> str:
+    """A checkpoint's path and a digest of its config, or its name and revision."""
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        return f"{model}@{revision}"
+    digest = hashlib.sha256(config.read_bytes()).hexdigest()[:16]
+    return f"{Path(model).resolve()}@{digest}"
+
+
+def save(setup: Setup, schedule: BudgetSchedule, details: dict[str, Any]) -> Path:
+    """Write a schedule with what it was made from; returns the file."""
+    path = setup.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = dict(
+        setup=dataclasses.asdict(setup),
+        budget_per_batch_size=[list(entry) for entry in schedule],
+        **details,
+    )
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(values, indent=1) + "\n")
+    partial.replace(path)
+    return path
+
+
+def load(setup: Setup) -> BudgetSchedule | None:
+    """The measured schedule of a set-up; None if there is none that can be read."""
+    path = setup.path
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        if values["setup"] != dataclasses.asdict(setup):
+            raise ValueError("it was made for another set-up")
+        schedule = parse_schedule(
+            values["budget_per_batch_size"], setup.budget, is_cpu=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning(
+            "The measured budget schedule %s can't be used: %s. The formula by model "
+            "size takes its place. Run vllm-dflash calibrate again, or delete it.",
+            path,
+            error,
+        )
+        return None
+    logger.info("Budget schedule measured by vllm-dflash calibrate: %s", path)
+    return schedule
