@@ -4,7 +4,7 @@
 # Arguments go to pytest, after the markers: `bash scripts/test.sh -m slow` runs others.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh
+bash scripts/setup.sh eval bench
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 exec .venv/bin/pytest -m "not gpu and not slow" "$@"

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-eval on one target without speculation, with vLLM's chain, and with trees.
+
+    python evals/run_lm_eval.py --config evals/configs/local_cpu.yaml --limit 4
+
+Every engine answers the same items in a process of its own: offline, or behind a
+``vllm serve`` that is started for it (``--backend local-completions``). Each response
+is compared with the one without speculation. docs/evaluation.md explains the output.
+
+Exit code 1: a condition of the configuration does not hold (a response or score differs
+where they must be equal, a mean differs too much, a score is too low). 2: the run could
+not be made.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import provenance
+from accuracy.compare import check, format_table
+from accuracy.config import (
+    BACKENDS,
+    EMBEDDED,
+    OFFLINE_BACKEND,
+    RESPONSE_RULES,
+    EvalConfig,
+    load,
+    select_engines,
+)
+
+from vllm_dflash.cli.demo import signals_interrupt
+from vllm_dflash.demo.compare import acceptance_length
+from vllm_dflash.demo.pair import ModelPair, embedded_draft, embedded_pair
+from vllm_dflash.demo.serve import (
+    CPU_RUNNER_ENV,
+    ServerError,
+    ServerSpec,
+    VLLMServer,
+    free_port,
+)
+
+EVALS = Path(__file__).resolve().parent
+WORKER = EVALS / "accuracy" / "worker.py"
+MAX_SHOWN_FAILURES = 20
+
+
+def main() -> int:
+    args = _parse()
+    try:
+        config = _load(args)
+        with signals_interrupt():
+            results, log_dir = run(config, args.confirm_run_unsafe_code)
+    except (ValueError, ServerError, subprocess.CalledProcessError) as error:
+        print(f"run_lm_eval: {error}", file=sys.stderr)
+        return 2
+    comparison = check(config, results)
+    report = {
+        "kind": "lm_eval",
+        "provenance": provenance.collect("lm-eval", "datasets"),
+        "config": {"file": args.config.name, **vars(config)},
+        "comparison": comparison,
+        "results": results,
+    }
+    output = args.output or EVALS / "results" / f"lm_eval_{args.config.stem}.local.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(format_table(results, comparison))
+    print(f"\nResults: {output}\nLogs: {log_dir}", file=sys.stderr)
+    failures = comparison["failures"]
+    for line in failures[:MAX_SHOWN_FAILURES]:
+        print(f"FAILED: {line}", file=sys.stderr)
+    if len(failures) > MAX_SHOWN_FAILURES:
+        hidden = len(failures) - MAX_SHOWN_FAILURES
+        print(f"and {hidden} more, in the results", file=sys.stderr)
+    return int(bool(failures))
+
+
+def run(
+    config: EvalConfig, confirm_run_unsafe_code: bool = False
+) -> tuple[dict[str, Any], Path]:
+    """Evaluate every engine of a configuration, one after another.
+
+    Returns:
+        Items, duration and acceptance length by engine, and the folder of the logs.
+    """
+    pair = _model_pair(config)
+    is_cpu = not provenance.has_gpu()
+    log_dir = Path(tempfile.mkdtemp(prefix="lm-eval-"))
+    results = {}
+    for name, options in config.engines.items():
+        _log(f"== {name}")
+        speculative_config = None
+        if options is not None:
+            speculative_config = {"method": "dflash", "model": pair.draft, **options}
+        job = {
+            "backend": config.backend,
+            "tasks": config.tasks,
+            "num_fewshot": config.num_fewshot,
+            "limit": config.limit,
+            "apply_chat_template": config.apply_chat_template,
+            "max_new_tokens": config.max_new_tokens,
+            "confirm_run_unsafe_code": confirm_run_unsafe_code,
+        }
+        evaluate = (
+            _evaluate_offline if config.backend == OFFLINE_BACKEND else _evaluate_server
+        )
+        result = evaluate(config, pair, is_cpu, name, speculative_config, job, log_dir)
+        counters = result.pop("counters")
+        result["acceptance_length"] = acceptance_length({}, counters)
+        results[name] = result
+        count = sum(map(len, result["items"].values()))
+        _log(f"{name}: {count} items in {result['duration_s']:.0f} s")
+    return results, log_dir
+
+
+def _evaluate_offline(
+    config: EvalConfig,
+    pair: ModelPair,
+    is_cpu: bool,
+    name: str,
+    speculative_config: dict[str, Any] | None,
+    job: dict[str, Any],
+    log_dir: Path,
+) -> dict[str, Any]:
+    model_args: dict[str, Any] = {
+        "pretrained": pair.target,
+        "dtype": config.dtype,
+        "disable_log_stats": False,
+        **config.engine_args,
+        **config.model_args,
+    }
+    if is_cpu:
+        model_args["enforce_eager"] = True
+    if speculative_config is not None:
+        model_args["speculative_config"] = speculative_config
+    env = {**os.environ, **(CPU_RUNNER_ENV if is_cpu else {})}
+    if is_cpu:
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    return _run_worker({**job, "model_args": model_args}, env, config, name, log_dir)
+
+
+def _evaluate_server(
+    config: EvalConfig,
+    pair: ModelPair,
+    is_cpu: bool,
+    name: str,
+    speculative_config: dict[str, Any] | None,
+    job: dict[str, Any],
+    log_dir: Path,
+) -> dict[str, Any]:
+    is_chat = config.backend == "local-chat-completions"
+    options = {"dtype": config.dtype, **config.engine_args}
+    max_model_len = options.pop("max_model_len", 2048)
+    spec = ServerSpec(
+        label=name,
+        pair=pair,
+        is_cpu=is_cpu,
+        port=free_port(),
+        speculative_config=speculative_config,
+        max_model_len=max_model_len,
+        extra_args=serve_flags(options),
+    )
+    with VLLMServer(spec, log_dir / f"{name}-server.log", _log) as server:
+        route = "chat/completions" if is_chat else "completions"
+        model_args: dict[str, Any] = {
+            "model": pair.served_name,
+            "base_url": f"{server.client.base_url}/v1/{route}",
+            "num_concurrent": config.num_concurrent,
+            "max_length": max_model_len,
+            "timeout": 1800,
+            **config.model_args,
+        }
+        if not is_chat:
+            # Prompts go as token ids, so a chat template's own BOS is not doubled.
+            model_args |= {
+                "tokenizer": pair.target,
+                "tokenizer_backend": "huggingface",
+            }
+        before = server.client.counters()
+        result = _run_worker(
+            {**job, "model_args": model_args}, dict(os.environ), config, name, log_dir
+        )
+        after = server.client.counters()
+    result["counters"] = {key: after[key] - before.get(key, 0) for key in after}
+    return result
+
+
+def _run_worker(
+    job: dict[str, Any],
+    env: dict[str, str],
+    config: EvalConfig,
+    name: str,
+    log_dir: Path,
+) -> dict[str, Any]:
+    job_path, result_path = log_dir / f"{name}.job.json", log_dir / f"{name}.json"
+    job_path.write_text(json.dumps(job), encoding="utf-8")
+    if config.offline:
+        env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    if job["confirm_run_unsafe_code"]:
+        # What the data set library asks for besides, for HumanEval and MBPP.
+        env.setdefault("HF_ALLOW_CODE_EVAL", "1")
+    log_path = log_dir / f"{name}.log"
+    command = [sys.executable, str(WORKER), str(job_path), str(result_path)]
+    with log_path.open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            returncode = process.wait()
+        finally:
+            # The engine's own processes, should it have died or been interrupted.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if returncode != 0:
+        tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-25:])
+        _log(f"{tail}\nThe whole log: {log_path}")
+        raise subprocess.CalledProcessError(returncode, command)
+    return json.loads(result_path.read_text(encoding="utf-8"))
+
+
+def serve_flags(options: dict[str, Any]) -> list[str]:
+    """Return engine arguments as flags of ``vllm serve``."""
+    flags = []
+    for key, value in options.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+            continue
+        text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+        flags += [f"--{flag}", text]
+    return flags
+
+
+def _model_pair(config: EvalConfig) -> ModelPair:
+    if config.model == EMBEDDED:
+        pair = embedded_pair(_log)
+        if config.draft == EMBEDDED:
+            return pair
+        return ModelPair(pair.target, config.draft, pair.served_name, True)
+    draft = str(embedded_draft()) if config.draft == EMBEDDED else config.draft
+    return ModelPair(config.model, draft, config.model, is_embedded=config.offline)
+
+
+def _load(args: argparse.Namespace) -> EvalConfig:
+    overrides = {
+        "model": args.model,
+        "draft": args.draft,
+        "backend": args.backend,
+        "limit": args.limit,
+        "dtype": args.dtype,
+        "responses": args.responses,
+        "tasks": args.tasks and args.tasks.split(","),
+    }
+    config = load(args.config, overrides)
+    select_engines(config, args.engines and args.engines.split(","))
+    return config
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--output", type=Path, help="where to write the JSON")
+    parser.add_argument(
+        "--confirm-run-unsafe-code",
+        "--confirm_run_unsafe_code",
+        action="store_true",
+        help="allow tasks that run code which the model wrote",
+    )
+    group = parser.add_argument_group("instead of what the configuration says")
+    group.add_argument("--model")
+    group.add_argument("--draft")
+    group.add_argument("--backend", choices=BACKENDS)
+    group.add_argument("--limit", type=int, help="items per task")
+    group.add_argument("--dtype")
+    group.add_argument("--responses", choices=RESPONSE_RULES)
+    group.add_argument("--tasks", help="comma list")
+    group.add_argument("--engines", help="comma list, ar is always there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

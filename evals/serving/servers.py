@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers of a serving benchmark: started together, measured in turn."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from vllm_dflash.demo.fetch import Log
+from vllm_dflash.demo.pair import ModelPair
+from vllm_dflash.demo.serve import ServerSpec, VLLMServer, free_port
+from vllm_dflash.errors import option_error
+
+SERVERS = ("none", "chain", "tree-fixed", "tree-auto")
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """What all servers of a run have in common."""
+
+    pair: ModelPair
+    is_cpu: bool
+    depth: int
+    budget: int | None
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_gib: float
+    extra_args: tuple[str, ...] = ()
+
+
+def speculative_config(name: str, options: ServingOptions) -> dict[str, Any] | None:
+    """Return the ``--speculative-config`` of a server of ``SERVERS``."""
+    if name not in SERVERS:
+        raise option_error(
+            f"there is no server {name!r}",
+            f"Allowed are {', '.join(SERVERS)}",
+            f"--servers {','.join(SERVERS)}",
+        )
+    if name == "none":
+        return None
+    config: dict[str, Any] = {
+        "method": "dflash",
+        "model": options.pair.draft,
+        "num_speculative_tokens": options.depth,
+    }
+    if name == "chain":
+        return {**config, "ddtree": False}
+    tree: dict[str, Any] = {"budget_per_batch_size": name.removeprefix("tree-")}
+    if options.budget is not None:
+        tree["budget"] = options.budget
+    return {**config, "ddtree": tree}
+
+
+def server_spec(name: str, port: int, options: ServingOptions) -> ServerSpec:
+    """Return how a server of ``SERVERS`` is started."""
+    # Repeats ask the same prompts again; a cached prefix would make them cheaper.
+    args = ["--no-enable-prefix-caching", "--max-num-seqs", str(options.max_num_seqs)]
+    if not options.is_cpu:
+        # Servers that share a GPU can't each take most of its memory, nor find out by
+        # profiling what is free while the others start.
+        args += ["--gpu-memory-utilization", "0.1"]
+        args += ["--kv-cache-memory-bytes", str(int(options.kv_cache_gib * 2**30))]
+        args += ["--max-num-batched-tokens", "8192"]
+    return ServerSpec(
+        label=name,
+        pair=options.pair,
+        is_cpu=options.is_cpu,
+        port=port,
+        speculative_config=speculative_config(name, options),
+        max_model_len=options.max_model_len,
+        extra_args=[*args, *options.extra_args],
+    )
+
+
+class ServerWave:
+    """Servers by name, all running; a context manager that ends them."""
+
+    def __init__(
+        self, names: list[str], options: ServingOptions, log_dir: Path, log: Log
+    ):
+        ports: set[int] = set()
+        while len(ports) < len(names):
+            ports.add(free_port())
+        self.servers = {
+            name: VLLMServer(
+                server_spec(name, port, options),
+                log_dir / f"{name}.log",
+                lambda text, name=name: log(f"{name}: {text}"),
+            )
+            for name, port in zip(names, sorted(ports), strict=True)
+        }
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        servers = list(self.servers.values())
+        for server in servers:
+            self._stack.callback(server.stop)
+        # Starting is CPU work that the servers do side by side.
+        with ThreadPoolExecutor(len(servers)) as pool:
+            try:
+                list(pool.map(VLLMServer.__enter__, servers))
+            except BaseException:
+                # Ends the waiting of the other threads too, which the pool waits for.
+                self._stack.close()
+                raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
