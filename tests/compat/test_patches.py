@@ -28,6 +28,7 @@ SOURCE_HASHES = {
     "stat_loggers": "6e75cf036af8369b",
     "init_speculator": "e86cedd1d4c3e0e2",
     "resolve_model_state_cls": "c330e5807024a93a",
+    "init_candidates": "c017d0137f301ae0",
     "normalize_context_k": "7c4a2d8bb98a4c7f",
 }
 SIGNATURES = {
@@ -49,6 +50,7 @@ SIGNATURES = {
     ],
     "init_speculator": ["vllm_config", "device", "req_states"],
     "resolve_model_state_cls": ["vllm_config", "model"],
+    "init_candidates": ["self"],
     "normalize_context_k": ["self", "all_k"],
 }
 # What reads the speculative config that the front end forgets for a tree.

@@ -9,6 +9,7 @@ its first node beyond ``n``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from vllm_dflash.schedule import BudgetSchedule
@@ -73,58 +74,60 @@ def choose_schedule(
 ) -> BudgetSchedule:
     """The number of nodes with the most tokens per second, by batch size.
 
+    More requests never get larger trees, which keeps noise out, and a range must gain
+    ``TOLERANCE`` over all batch sizes, weighted by ``1 / batch`` (loads of 1 to 2 and
+    of 32 to 64 requests count alike).
+
     Args:
         measured: Milliseconds of a step by (batch size, nodes); 0 nodes is a step
             without drafts. Batch sizes 1 and ``max_num_seqs`` must be there.
         tokens: Mean tokens of a step by number of nodes, from ``tokens_by_nodes``.
         max_num_seqs: Largest batch size to decide for.
     """
-    candidates = sorted({nodes for _, nodes in measured})
-    speeds: list[dict[int, float]] = []
+    candidates = sorted({nodes for _, nodes in measured}, reverse=True)
+    gains: list[dict[int, float]] = []
     for batch in range(1, max_num_seqs + 1):
         row = {}
         for nodes in candidates:
             ms = interpolate_ms(measured, batch, nodes)
             if ms is not None and ms > 0:
-                row[nodes] = batch * tokens[nodes] / ms
-        speeds.append(row)
-    kept = _worthwhile(speeds, candidates)
-    chosen: list[int] = []
-    for row in speeds:
-        allowed = {nodes: row[nodes] for nodes in kept if nodes in row}
-        best = max(allowed.values())
-        last = chosen[-1] if chosen else None
-        if last not in allowed or allowed[last] < best * (1 - TOLERANCE):
-            last = max(allowed, key=lambda nodes: allowed[nodes])
-        chosen.append(last)
+                row[nodes] = math.log(tokens[nodes] / ms) / batch
+        gains.append(row)
+    price = TOLERANCE
+    while True:
+        schedule = _ranges(_best_descent(gains, price))
+        if len(schedule) <= MAX_BUDGETS:
+            return schedule
+        price *= 1.1
+
+
+def _best_descent(gains: list[dict[int, float]], price: float) -> list[int]:
+    """Numbers of nodes by batch size, never rising, with the largest sum of gains.
+
+    Dynamic programming: the best way to each (batch size, nodes) comes from the same
+    number of nodes, or for a price from a larger one.
+    """
+    best = {nodes: (gain, [nodes]) for nodes, gain in gains[0].items()}
+    for row in gains[1:]:
+        step = {}
+        for nodes, gain in row.items():
+            ways = [
+                (value - (price if last != nodes else 0.0), way)
+                for last, (value, way) in best.items()
+                if last >= nodes
+            ]
+            if ways:
+                value, way = max(ways, key=lambda entry: entry[0])
+                step[nodes] = (value + gain, [*way, nodes])
+        best = step
+    return max(best.values(), key=lambda entry: entry[0])[1]
+
+
+def _ranges(nodes_by_batch: list[int]) -> BudgetSchedule:
     schedule: list[tuple[int, int, int]] = []
-    for batch, nodes in enumerate(chosen, 1):
+    for batch, nodes in enumerate(nodes_by_batch, 1):
         if schedule and schedule[-1][2] == nodes:
             schedule[-1] = (schedule[-1][0], batch, nodes)
         else:
             schedule.append((batch, batch, nodes))
     return tuple(schedule)
-
-
-def _worthwhile(speeds: list[dict[int, float]], candidates: list[int]) -> list[int]:
-    """Candidates left after those that no batch size would miss."""
-    kept = list(candidates)
-    while len(kept) > 1:
-        losses = {nodes: _loss(speeds, kept, nodes) for nodes in kept}
-        nodes = min(losses, key=lambda n: losses[n])
-        if losses[nodes] > TOLERANCE and len(kept) <= MAX_BUDGETS:
-            break
-        kept.remove(nodes)
-    return kept
-
-
-def _loss(speeds: list[dict[int, float]], kept: list[int], without: int) -> float:
-    """Largest share of speed that any batch size loses without a candidate."""
-    loss = 0.0
-    for row in speeds:
-        best = max(row[n] for n in kept if n in row)
-        others = [row[n] for n in kept if n in row and n != without]
-        if not others:
-            return float("inf")
-        loss = max(loss, 1 - max(others) / best)
-    return loss

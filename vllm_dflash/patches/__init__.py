@@ -122,6 +122,19 @@ LEDGER: tuple[Patch, ...] = (
         make="vllm_dflash.patches.model_states:wrap_resolve_model_state_cls",
     ),
     Patch(
+        name="init_candidates",
+        target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
+        what="Lists, for each number of tokens, the captured graphs that may serve it.",
+        why="It lists those of the next captured number only. With several widths that "
+        "one may belong to another width, and a verify batch whose size was not "
+        "captured exactly runs without its graph.",
+        how="Adds the smallest graph of every width that holds the tokens, for engines "
+        "with a tree only.",
+        upstream="Candidates by width in CudaGraphManager.",
+        remove_when="tests/compat/test_graph_candidates.py finds them complete.",
+        make="vllm_dflash.patches.cudagraph_utils:wrap_init_candidates",
+    ),
+    Patch(
         name="normalize_context_k",
         target="vllm.model_executor.models.qwen3_dflash:"
         "DFlashQwen3Model._normalize_context_k",

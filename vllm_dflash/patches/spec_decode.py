@@ -37,6 +37,7 @@ def wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
         require_supported(vllm_config)
         patches.apply("resolve_model_state_cls")
+        patches.apply("init_candidates")
         return make_speculator(vllm_config, device, req_states)
 
     return init_speculator
