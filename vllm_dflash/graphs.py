@@ -61,8 +61,8 @@ def verify_sizes(
         if index == len(tiers) - 1:
             # vLLM carries the last range on to the largest batch.
             last = max(last, max_num_seqs)
-        # The scheduler reserves the largest budget beside the rows of a request.
-        last = min(last, max_num_seqs, max_num_batched_tokens // (width + tree.budget))
+        # The scheduler keeps room for the draft beside the rows of a request.
+        last = min(last, max_num_seqs, max_num_batched_tokens // (width + tree.depth))
         if max_graph_tokens is not None:
             last = min(last, max_graph_tokens // width)
         sizes |= {count * width for count in request_counts(first, last)}

@@ -45,6 +45,7 @@ def register() -> None:
     for name in ("create_speculative_config", "create_engine_config"):
         _apply(name, "the key ddtree is refused by vLLM")
     _apply("init_speculator", "an engine with trees can't start its workers")
+    _apply("draft_slots", "fewer requests with trees fit a step")
     if envs.any_is_set():
         _apply("environment_variables", "vLLM warns about VLLM_DFLASH_*")
     try:

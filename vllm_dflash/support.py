@@ -67,7 +67,7 @@ def find_early_refusal(
     return Refusal(
         "DDTree does not work with a step smaller than a tree (got "
         f"--max-num-batched-tokens {max_num_batched_tokens} and a budget of "
-        f"{tree.budget}): a request of N nodes reserves 2 N + 1 tokens of a step",
+        f"{tree.budget}): each request reserves its rows and its depth",
         f'--max-num-batched-tokens {needed} or more, or a smaller "budget"',
     )
 

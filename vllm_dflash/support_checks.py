@@ -143,9 +143,9 @@ def find_other_cache_dtype(config: VllmConfig) -> str | None:
 def tokens_reserved(tree: DDTreeConfig) -> int:
     """Return how much of a step vLLM reserves for one request.
 
-    The rows of the verify, and again as many slots as there are nodes for the draft.
+    The rows of the verify, and the mask tokens of the draft.
     """
-    return tree.width + tree.budget
+    return tree.width + tree.depth
 
 
 def find_small_step(config: VllmConfig) -> str | None:

@@ -93,7 +93,7 @@ FEATURES: tuple[Feature, ...] = (
     refused_row(
         _ENGINE,
         "a step smaller than a tree",
-        "a request of N nodes reserves 2 N + 1 tokens of a step",
+        "each request reserves its rows (nodes + 1) and its depth",
         "a larger --max-num-batched-tokens or a smaller budget",
         find_small_step,
     ),

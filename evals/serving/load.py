@@ -32,7 +32,11 @@ _PER_REQUEST = {
 
 @dataclass(frozen=True)
 class Load:
-    """One measurement of one server."""
+    """One measurement of one server.
+
+    Attributes:
+        add_special_tokens: Whether the server's tokenizer adds its own to a prompt.
+    """
 
     temperature: float
     concurrency: int
@@ -40,6 +44,8 @@ class Load:
     max_tokens: int
     seed: int
     ignore_eos: bool = False
+    # The chat template has added what the tokenizer would add again.
+    add_special_tokens: bool = False
 
 
 class LoadError(RuntimeError):
@@ -80,8 +86,7 @@ def write_prompts(target: str, path: Path) -> int:
 
 def bench_args(server: VLLMServer, load: Load, prompts: Path) -> list[str]:
     """Return what follows ``vllm bench serve``."""
-    # The chat template has added what the tokenizer would add again.
-    body = {"add_special_tokens": False, "seed": load.seed}
+    body = {"add_special_tokens": load.add_special_tokens, "seed": load.seed}
     args = ["--backend", "openai", "--endpoint", "/v1/completions"]
     args += ["--base-url", server.client.base_url]
     args += ["--model", server.spec.pair.served_name]

@@ -5,12 +5,13 @@ import pytest
 from engine_pair import engine_pair
 from engines import TREE_BUDGET, params, random_prompts
 from schedule_log import ScheduleLog
+from tiny_models import BLOCK_SIZE
 
 pytestmark = pytest.mark.e2e
 
 MAX_MODEL_LEN = 96
 # The least tokens of a step that vLLM takes for this budget.
-LEAST_TOKENS = 2 * TREE_BUDGET + 1
+LEAST_TOKENS = TREE_BUDGET + 1 + (BLOCK_SIZE - 1)
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_max_tokens_at_every_node(tiny_target, tiny_draft):
                 assert len(output.outputs[0].token_ids) == count
 
 
-@pytest.mark.parametrize("tokens_a_step", [LEAST_TOKENS, 70, 97, 200])
+@pytest.mark.parametrize("tokens_a_step", [LEAST_TOKENS, 70, 90, 200])
 def test_prompts_in_pieces_beside_trees(tiny_target, tiny_draft, log, tokens_a_step):
     """One token more or less to share out, prompts are cut and trees are trimmed."""
     prompts = random_prompts((35, 150, 60, 180, 1, 170, 33), seed=33)
@@ -72,6 +73,19 @@ def test_prompts_in_pieces_beside_trees(tiny_target, tiny_draft, log, tokens_a_s
         log.clear()
         pair.compare(prompts, options).assert_equal()
         assert max(log.num_pieces.values()) > 1
-        if tokens_a_step == 97:
+        if tokens_a_step == 90:
             trimmed = {n for s in log.steps for n in s.num_drafts.values()}
             assert min(trimmed) < TREE_BUDGET
+
+
+def test_the_draft_reserves_its_depth_not_the_nodes(tiny_target, tiny_draft, log):
+    """Four requests of 17 rows and 7 mask tokens fit a step of 100 tokens."""
+    prompts = random_prompts((9, 9, 9, 9), seed=35)
+    with engine_pair(
+        tiny_target, tiny_draft, max_num_batched_tokens=4 * LEAST_TOKENS + 4
+    ) as pair:
+        log.clear()
+        pair.compare(prompts, params(max_tokens=20)).assert_equal()
+    verified = [step for step in log.steps if step.num_drafts]
+    assert max(len(step.num_drafts) for step in verified) == 4
+    assert max(sum(step.num_tokens.values()) for step in verified) == 4 * 17

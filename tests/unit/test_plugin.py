@@ -190,9 +190,9 @@ def test_other_additional_config_is_kept(build, draft):
             r"got 8.*1 to 7 is allowed",
         ),
         (
-            {"ddtree": {"budget": 200}},
+            {"ddtree": {"budget": 255}},
             {},
-            "--max-num-batched-tokens 401 or more",
+            "--max-num-batched-tokens 263 or more",
         ),
         (
             {"ddtree": True, "draft_sample_method": "probabilistic"},
@@ -223,7 +223,7 @@ def test_demanded_tree_is_refused_by_name(build, draft, words, kwargs, message):
     [
         ({"draft_sample_method": "probabilistic"}, {}, "sampled drafts", DEPTH),
         ({}, {"enable_lora": True}, "LoRA", DEPTH),
-        ({}, {"max_num_batched_tokens": 24}, "step smaller than a tree", DEPTH),
+        ({}, {"max_num_batched_tokens": 20}, "step smaller than a tree", DEPTH),
         ({"num_speculative_tokens": 8}, {}, "got 8", 8),
         (
             {

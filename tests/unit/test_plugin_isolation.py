@@ -65,13 +65,14 @@ print(cost)
 """
 
 
-def test_registration_changes_three_symbols_of_vllm():
+def test_registration_changes_four_symbols_of_vllm():
     changed, cost = run(
         CHANGED.format(cpu=not torch.cuda.is_available()), VLLM_PLUGINS=""
     )
     assert changed.split() == [
         "EngineArgs.create_engine_config",
         "EngineArgs.create_speculative_config",
+        "SpeculativeConfig.max_num_new_slots_for_drafting",
         "init_speculator",
     ]
     assert float(cost) < 1

@@ -82,7 +82,7 @@ REFUSED = {
         "aux_output_config__enable_return_routed_experts": True
     },
     "trace replay": {"model_config__enable_trace_replay": True},
-    "a step smaller than a tree": {"scheduler_config__max_num_batched_tokens": 94},
+    "a step smaller than a tree": {"scheduler_config__max_num_batched_tokens": 47},
     "a model length smaller than a tree": {"model_config__max_model_len": 48},
     "a KV cache smaller than a request": {"cache_config__num_gpu_blocks_override": 256},
     "another worker class": {"parallel_config__worker_cls": "mine.Worker"},
@@ -179,25 +179,40 @@ def test_a_chains_schedule_is_refused_early():
 
 
 @pytest.mark.parametrize(
-    ("step", "refused"), [(None, False), (97, False), (96, True), (1, True)]
+    ("step", "refused"), [(None, False), (64, False), (63, True), (1, True)]
 )
 def test_a_small_step_is_refused_early(step, refused):
     config = SimpleNamespace(num_speculative_tokens_per_batch_size=None)
     refusal = support.find_early_refusal(config, tree_of(48), step)
     assert (refusal is not None) == refused
     if refused:
-        assert "--max-num-batched-tokens 97" in refusal.way_out
+        assert "--max-num-batched-tokens 64" in refusal.way_out
 
 
 def test_reserved_tokens_are_what_vllm_reserves():
     """The rows of a verify and `max_num_new_slots_for_drafting`."""
     from vllm.config import SpeculativeConfig
 
-    tree = tree_of(48)
-    slots = SpeculativeConfig.max_num_new_slots_for_drafting.fget(
-        SimpleNamespace(num_speculative_tokens=tree.budget, use_dflash=lambda: True)
+    from vllm_dflash.patches import original
+    from vllm_dflash.patches.speculative_config import (
+        make_draft_slots,
+        set_draft_slots,
     )
-    assert support_checks.tokens_reserved(tree) == tree.width + slots
+    from vllm_dflash.plugin import register
+
+    register()
+    tree = tree_of(48)
+    config = SimpleNamespace(
+        num_speculative_tokens=tree.budget, use_dflash=lambda: True
+    )
+    slots = make_draft_slots(original("draft_slots"))
+    assert slots.fget(config) == tree.budget
+    set_draft_slots(config, tree.depth)
+    assert slots.fget(config) == tree.depth == 15
+    assert support_checks.tokens_reserved(tree) == tree.width + tree.depth
+    assert isinstance(
+        vars(SpeculativeConfig)["max_num_new_slots_for_drafting"], property
+    )
 
 
 def test_refused_rows_say_why():

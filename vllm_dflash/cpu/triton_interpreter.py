@@ -40,6 +40,9 @@ def install_interpreter() -> bool:
         return False
     if os.environ["TRITON_INTERPRET"] == "1":
         _interpret_standard_library()
+        # Some functions of vLLM are compiled even under --enforce-eager, the embedding
+        # under tensor parallelism for one; Inductor asks our back end for a compiler.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     backends.setdefault("cpu", Backend(compiler=None, driver=_driver_class()))
     return True

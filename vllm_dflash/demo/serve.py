@@ -93,6 +93,9 @@ class ServerSpec:
 class VLLMServer:
     """A running ``vllm serve``; a context manager that ends its process group."""
 
+    # What its messages call it.
+    program = "vllm serve"
+
     def __init__(self, spec: ServerSpec, log_path: Path, log: Log) -> None:
         self.spec = spec
         self.log_path = log_path
@@ -164,13 +167,13 @@ class VLLMServer:
             elapsed_s = time.monotonic() - started
             if self._process.poll() is not None:
                 raise ServerError(
-                    f"vllm serve ({self.spec.label}) stopped with exit code "
+                    f"{self.program} ({self.spec.label}) stopped with exit code "
                     f"{self._process.returncode} before it was ready. "
                     f"{self.describe_log()}"
                 )
             if elapsed_s > START_TIMEOUT_S:
                 raise ServerError(
-                    f"vllm serve ({self.spec.label}) was not ready after "
+                    f"{self.program} ({self.spec.label}) was not ready after "
                     f"{START_TIMEOUT_S} s. The log: {self.log_path}"
                 )
             try:

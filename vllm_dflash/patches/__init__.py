@@ -122,6 +122,18 @@ LEDGER: tuple[Patch, ...] = (
         make="vllm_dflash.patches.model_states:wrap_resolve_model_state_cls",
     ),
     Patch(
+        name="draft_slots",
+        target="vllm.config.speculative:SpeculativeConfig."
+        "max_num_new_slots_for_drafting",
+        what="Tokens of a step that the scheduler keeps free for a request's draft.",
+        why="It counts a slot for each node of a tree, but the draft model is fed the "
+        "mask tokens of its depth only. Requests would wait for a step that has room.",
+        how="Answers the depth for an engine with a tree; others are vLLM's.",
+        upstream="A speculator that names the slots of its draft.",
+        remove_when="vLLM asks the speculator for them.",
+        make="vllm_dflash.patches.speculative_config:make_draft_slots",
+    ),
+    Patch(
         name="init_candidates",
         target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         what="Lists, for each number of tokens, the captured graphs that may serve it.",

@@ -32,6 +32,7 @@ from vllm_dflash.config import (
 )
 from vllm_dflash.errors import option_error
 from vllm_dflash.logger import init_logger
+from vllm_dflash.patches.speculative_config import set_draft_slots
 from vllm_dflash.schedule import estimate_parameters
 
 if TYPE_CHECKING:
@@ -265,6 +266,7 @@ def _decide(
 def _tell_vllm(args: EngineArgs, config: SpeculativeConfig, tree: DDTreeConfig) -> None:
     """Put the budget where vLLM reads it and the options where workers find them."""
     config.num_speculative_tokens = tree.budget
+    set_draft_slots(config, tree.depth)
     if tree.budget_per_batch_size is not None:
         config.num_speculative_tokens_per_batch_size = list(tree.budget_per_batch_size)
     args.additional_config = {**args.additional_config, OPTION_KEY: tree.to_dict()}
