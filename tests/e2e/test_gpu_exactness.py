@@ -15,11 +15,7 @@ FP32 = dict(dtype="float32", attention_backend="TRITON_ATTN", block_size=16)
 
 
 def gpu_options(eager: bool, **kwargs):
-    options = dict(enforce_eager=eager, gpu_memory_utilization=0.1)
-    # Without it vLLM insists that no other process frees memory while it starts.
-    options.update(kv_cache_memory_bytes=1 << 28)
-    options.update(num_gpu_blocks_override=256, **kwargs)
-    return options
+    return dict(enforce_eager=eager, num_gpu_blocks_override=256, **kwargs)
 
 
 @pytest.mark.parametrize("budget", [16, 63, 100])

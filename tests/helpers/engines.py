@@ -6,6 +6,8 @@ import random
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 TREE_BUDGET = 16
 
 ENGINE_DEFAULTS: dict[str, Any] = dict(
@@ -45,6 +47,10 @@ def engine(
     from vllm_dflash.attention.registry import remove_tree_backends
 
     options = {**ENGINE_DEFAULTS, **kwargs}
+    if torch.cuda.is_available():
+        # Without it vLLM insists that no other process frees memory while it starts.
+        options.setdefault("kv_cache_memory_bytes", 1 << 28)
+        options.setdefault("gpu_memory_utilization", 0.1)
     if speculative_config is not None:
         options["speculative_config"] = speculative_config
     # An engine collects garbage a dozen times at its start, 0.3 s each over everything
