@@ -103,6 +103,8 @@ def _prepare_process(device: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # vLLM's fp32 attention would multiply in TF32, and near ties would flip.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if device == "cpu":
         os.environ["VLLM_DFLASH_CPU"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -15,9 +15,11 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 
-# Triton reads this when it is first imported.
+# Triton reads these when it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# vLLM's fp32 attention would multiply in TF32, and near ties would flip.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 _ROOT = Path(__file__).resolve().parent.parent
 for _package, _folder in (
