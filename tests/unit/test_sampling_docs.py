@@ -9,7 +9,7 @@ from vllm_dflash.support_table import FEATURES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/sampling.md").read_text(encoding="utf-8")
-DEFAULT_TESTS = ROOT / "tests/e2e/test_sampling_options.py"
+DEFAULT_TESTS = ("test_sampling_options.py", "test_structured_output.py")
 
 
 def rows() -> list[list[str]]:
@@ -26,7 +26,10 @@ def test_page_serves_the_options_as_the_table_does():
 
 
 def test_every_option_has_a_test_that_exists():
-    default = DEFAULT_TESTS.read_text(encoding="utf-8")
+    default = "\n".join(
+        (ROOT / "tests/e2e" / name).read_text(encoding="utf-8")
+        for name in DEFAULT_TESTS
+    )
     for name, _, tests in rows():
         found = re.findall(r"`([^`]+)`", tests)
         assert found, name
