@@ -1,311 +1,261 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance length and token equality on held-out prompts, offline.
+"""Acceptance length by task, depth, rank, temperature and budget, offline.
 
-Answers the prompts of ``prompts/heldout.jsonl`` greedily: without speculation, with
+Answers the held-out prompts, or ``--prompts`` of your own: without speculation, with
 vLLM's DFlash chain, and with a tree of each budget. Each configuration is an engine in
-a process of its own; all else is equal. Prints a table by kind of prompt and writes
-everything, answers included, as JSON with provenance.
+a process of its own; all else is equal. Prints tables and writes everything, answers
+included, as JSON with provenance. ``--trees FOLDER`` keeps every verified tree for
+``vllm-dflash show-tree``.
 
     .venv/bin/python evals/run_acceptance.py --limit 8 --budgets 16 --output out.json
 
-Exit code 1: an answer differs from the one without speculation.
+Exit code 1: a greedy answer, or a seeded one of a tree, differs from the one without
+speculation. vLLM's chain has other draws: above temperature 0 it answers otherwise.
 """
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
-import time
-from datetime import UTC, datetime
-from importlib import metadata
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vllm_dflash.demo.compare import acceptance_length
-from vllm_dflash.demo.pair import DEFAULT_DEPTH, ModelPair, embedded_pair
-from vllm_dflash.demo.serve import CPU_RUNNER_ENV
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from acceptance_engine import (
+    BASELINE,
+    Job,
+    Wave,
+    add_counters,
+    add_engine_options,
+    describe,
+    differences,
+    engine_options,
+    model_pair,
+    run,
+)
+from acceptance_prompts import Prompt, load_prompts, tasks
+from acceptance_tables import (
+    RankCount,
+    budget_curve,
+    counts_agree,
+    format_curve,
+    format_depths,
+    format_ranks,
+    format_tasks,
+    rank_counts,
+    reached_by_chain,
+    reached_depths,
+    rounds_by_wave,
+)
 
-PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
-BASELINE = "no speculation"
-MAX_MODEL_LEN = 2048
+from vllm_dflash.demo.compare import acceptance_length
+from vllm_dflash.metrics.tree_dump import TreeRound, read_dump
+
+Waves = dict[str, dict[str, Any]]
+Trees = dict[str, list[TreeRound]]
 
 
 def main() -> int:
-    args = _parse()
-    if args.worker:
-        _run_worker(json.loads(args.worker), args.output)
-        return 0
-    pair = _model_pair(args)
-    prompts = load_prompts(args.limit)
-    is_cpu = not _has_gpu()
-    dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
-    results = {}
-    for name, speculative_config in _configurations(args, pair).items():
-        print(f"== {name}", file=sys.stderr, flush=True)
-        job = {
-            "engine": {
-                "model": pair.target,
-                "dtype": dtype,
-                "max_model_len": MAX_MODEL_LEN,
-                "max_num_seqs": args.max_num_seqs,
-                "enforce_eager": is_cpu,
-                "speculative_config": speculative_config,
-            },
-            "max_tokens": args.max_tokens,
-            "prompts": prompts,
-        }
-        results[name] = _run_in_subprocess(job, is_cpu, pair.is_embedded)
-    report = {
-        "provenance": _provenance(args, pair, dtype, is_cpu),
-        "summary": {
-            name: summarise(result, results[BASELINE], prompts)
-            for name, result in results.items()
-        },
-        "results": results,
+    parser = _parser()
+    args = parser.parse_args()
+    pair = model_pair(parser, args)
+    prompts = load_prompts(args.prompts, args.limit)
+    waves = make_waves(prompts, args.temperatures, args.max_tokens)
+    results: dict[str, dict[str, Any]] = {}
+    trees: dict[str, Trees] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.trees or Path(temporary)
+        for name, speculative in configurations(args).items():
+            print(f"== {name}", file=sys.stderr, flush=True)
+            dump = folder.resolve() / f"{name.replace(' ', '-')}.jsonl"
+            is_tree = name.startswith("tree")
+            if is_tree:
+                # A dump is appended to.
+                dump.unlink(missing_ok=True)
+            job = Job(
+                engine_options(args, pair, speculative),
+                waves,
+                chat_template_kwargs=args.chat_template_kwargs,
+                dump=str(dump) if is_tree else None,
+            )
+            results[name] = run(job, pair.is_embedded)
+            if is_tree:
+                trees[name] = rounds_by_wave(
+                    read_dump(dump).rounds, results[name]["waves"]
+                )
+    report: dict[str, Any] = {
+        "provenance": describe(args, pair),
+        "summary": {},
+        "details": {},
     }
-    print(format_table(report["summary"]))
+    for temperature in args.temperatures:
+        title = f"T = {temperature:g}"
+        of_temperature = {
+            name: _of(result["waves"], temperature) for name, result in results.items()
+        }
+        summary = {
+            name: summarise(found, of_temperature[BASELINE])
+            for name, found in of_temperature.items()
+        }
+        if temperature > 0:
+            summary[f"chain {args.depth}"]["has_other_draws"] = True
+        kept = {name: _of(found, temperature) for name, found in trees.items()}
+        details = describe_trees(summary, of_temperature, kept, args)
+        print(f"\n## {title}\n\n{format_report(summary, details)}")
+        suffix = f", {title}" if len(args.temperatures) > 1 else ""
+        report["summary"] |= {name + suffix: row for name, row in summary.items()}
+        report["details"][title] = details
+    report["results"] = results
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     different = False
     for name, result in results.items():
-        for text in differences(result["outputs"], results[BASELINE]["outputs"]):
-            print(f"{name}: {text}", file=sys.stderr)
-            different = True
+        for wave, found in result["waves"].items():
+            if name.startswith("chain") and not wave.startswith("0/"):
+                continue
+            expected = results[BASELINE]["waves"][wave]["outputs"]
+            for text in differences(found["outputs"], expected):
+                print(f"{name}, {wave}: {text}", file=sys.stderr)
+                different = True
     return int(different)
 
 
-def load_prompts(limit: int | None) -> list[dict[str, Any]]:
-    """Return the prompts, or ``limit`` of them with the kinds in turn."""
-    prompts = [json.loads(line) for line in PROMPTS.open(encoding="utf-8")]
-    if limit is None:
-        return prompts
-    rank: dict[str, int] = {}
-    order = []
-    for index, prompt in enumerate(prompts):
-        rank[prompt["kind"]] = rank.get(prompt["kind"], -1) + 1
-        order.append((rank[prompt["kind"]], index))
-    chosen = sorted(index for _, index in sorted(order)[:limit])
-    return [prompts[index] for index in chosen]
+def make_waves(
+    prompts: list[Prompt], temperatures: list[float], max_tokens: int
+) -> list[Wave]:
+    """One wave for each temperature and task; seeds are the prompts' numbers."""
+    waves = []
+    for temperature in temperatures:
+        first_seed = 0
+        for task in tasks(prompts):
+            of_task = [prompt for prompt in prompts if prompt["kind"] == task]
+            sampling = {"temperature": temperature, "max_tokens": max_tokens}
+            waves.append(Wave(f"{temperature:g}/{task}", of_task, sampling, first_seed))
+            first_seed += len(of_task)
+    return waves
 
 
-def summarise(
-    result: dict[str, Any], baseline: dict[str, Any], prompts: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return acceptance length by kind and over all, and the number of equal answers.
+def summarise(waves: Waves, baseline: Waves) -> dict[str, Any]:
+    """Return acceptance length by task and over all, and the number of equal answers.
 
     Over a group of prompts the length is tokens accepted, bonus included, per verify,
     so long answers weigh more.
     """
-    outputs = result["outputs"]
-    total = _sum_counters(result["counters"].values())
+    total = add_counters([wave["counters"] for wave in waves.values()])
+    pairs = [
+        (tokens, baseline[task]["outputs"][prompt])
+        for task, wave in waves.items()
+        for prompt, tokens in wave["outputs"].items()
+    ]
     return {
         "acceptance_length": {
             **{
-                kind: acceptance_length({}, counters)
-                for kind, counters in result["counters"].items()
+                task: acceptance_length({}, wave["counters"])
+                for task, wave in waves.items()
             },
             "all": acceptance_length({}, total),
         },
-        "num_tokens": sum(map(len, outputs.values())),
-        "num_equal": sum(
-            outputs[prompt["id"]] == baseline["outputs"][prompt["id"]]
-            for prompt in prompts
-        ),
-        "num_prompts": len(prompts),
-        "duration_s": result["duration_s"],
+        "num_tokens": sum(len(tokens) for tokens, _ in pairs),
+        "num_equal": sum(tokens == expected for tokens, expected in pairs),
+        "num_prompts": len(pairs),
     }
 
 
-def differences(
-    outputs: dict[str, list[int]], baseline: dict[str, list[int]]
-) -> list[str]:
-    """Return one line for each answer that is not the baseline's."""
-    lines = []
-    for prompt_id, expected in baseline.items():
-        tokens = outputs[prompt_id]
-        if tokens != expected:
-            pairs = zip(tokens, expected, strict=False)
-            equal = (index for index, (a, b) in enumerate(pairs) if a != b)
-            position = next(equal, min(len(tokens), len(expected)))
-            lines.append(f"{prompt_id} differs at token {position} of {len(expected)}")
-    return lines
-
-
-def format_table(summary: dict[str, dict[str, Any]]) -> str:
-    """Return the mean acceptance lengths as a Markdown table."""
-    kinds = list(next(iter(summary.values()))["acceptance_length"])
-    lines = [
-        f"| | {' | '.join(kinds)} | equal answers | time |",
-        "|---|" + "---:|" * (len(kinds) + 2),
-    ]
-    for name, row in summary.items():
-        lengths = [row["acceptance_length"][kind] for kind in kinds]
-        cells = ["-" if value is None else f"{value:.2f}" for value in lengths]
-        equal = f"{row['num_equal']} of {row['num_prompts']}"
-        lines.append(
-            f"| {name} | {' | '.join(cells)} | {equal} | {row['duration_s']:.0f} s |"
-        )
-    return "\n".join(lines)
-
-
-def _configurations(
-    args: argparse.Namespace, pair: ModelPair
-) -> dict[str, dict[str, Any] | None]:
-    dflash = {
-        "method": "dflash",
-        "model": pair.draft,
-        "num_speculative_tokens": args.depth,
+def describe_trees(
+    summary: dict[str, dict[str, Any]],
+    waves: dict[str, Waves],
+    trees: dict[str, Trees],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """What the verified trees of one temperature say, beside the acceptance length."""
+    depth = args.depth
+    chain = f"chain {depth}"
+    chain_counters = add_counters([wave["counters"] for wave in waves[chain].values()])
+    details: dict[str, Any] = {
+        "by_depth": {chain: reached_by_chain(chain_counters, depth)},
+        "by_rank": {},
+        "curve": {},
+        "measured": {},
     }
-    configurations: dict[str, dict[str, Any] | None] = {
+    for name, by_task in trees.items():
+        rounds = [item for found in by_task.values() for item in found]
+        counters = [wave["counters"] for wave in waves[name].values()]
+        if not counts_agree(rounds, add_counters(counters)):
+            print(f"{name}: the dump and vLLM's counters differ", file=sys.stderr)
+        details["by_depth"][name] = reached_depths(rounds, depth)
+        details["by_rank"][name] = [asdict(count) for count in rank_counts(rounds)]
+    if trees:
+        *smaller, budget = sorted(args.budgets)
+        largest = trees[f"tree {budget}"]
+        everything = [item for found in largest.values() for item in found]
+        for task, rounds in {**largest, "all": everything}.items():
+            details["curve"][task] = budget_curve(rounds, budget, depth)
+            details["measured"][task] = {
+                b: summary[f"tree {b}"]["acceptance_length"][task] for b in smaller
+            }
+    return details
+
+
+def format_report(summary: dict[str, dict[str, Any]], details: dict[str, Any]) -> str:
+    """The tables of one temperature as Markdown."""
+    parts = [format_tasks(summary), format_depths(details["by_depth"])]
+    if details["curve"]:
+        ranks = {
+            name: [RankCount(**count) for count in counts]
+            for name, counts in details["by_rank"].items()
+        }
+        parts += [
+            format_ranks(ranks),
+            format_curve(details["curve"], details["measured"]),
+        ]
+    return "\n\n".join(parts)
+
+
+def configurations(args: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
+    """Configuration -> what its speculative_config has beside the pair and depth."""
+    found: dict[str, dict[str, Any] | None] = {
         BASELINE: None,
-        f"chain {args.depth}": {**dflash, "ddtree": False},
+        f"chain {args.depth}": {"ddtree": False},
     }
     for budget in args.budgets:
         options = {"budget": budget, "max_children": args.max_children}
-        configurations[f"tree {budget}"] = {**dflash, "ddtree": options}
-    return configurations
+        found[f"tree {budget}"] = {"ddtree": options}
+    return found
 
 
-def _run_in_subprocess(
-    job: dict[str, Any], is_cpu: bool, is_local: bool
-) -> dict[str, Any]:
-    env = {**os.environ, **(CPU_RUNNER_ENV if is_cpu else {})}
-    if is_cpu:
-        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    if is_local:
-        env["HF_HUB_OFFLINE"] = "1"
-    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--worker", json.dumps(job)]
-        # The table alone goes to stdout.
-        subprocess.run(
-            [*command, "--output", str(output)], env=env, stdout=sys.stderr, check=True
-        )
-        return json.loads(output.read_text(encoding="utf-8"))
-
-
-def _run_worker(job: dict[str, Any], output: Path) -> None:
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(**job["engine"], disable_log_stats=False)
-    sampling_params = SamplingParams(temperature=0, max_tokens=job["max_tokens"])
-    warm_up = SamplingParams(temperature=0, max_tokens=8)
-    llm.chat([{"role": "user", "content": "Hello."}], warm_up, use_tqdm=False)
-    outputs: dict[str, list[int]] = {}
-    counters = {}
-    started = time.perf_counter()
-    for kind in dict.fromkeys(prompt["kind"] for prompt in job["prompts"]):
-        prompts = [prompt for prompt in job["prompts"] if prompt["kind"] == kind]
-        before = _counters(llm)
-        answers = llm.chat(
-            [prompt["messages"] for prompt in prompts], sampling_params, use_tqdm=False
-        )
-        after = _counters(llm)
-        counters[kind] = {name: after[name] - before.get(name, 0) for name in after}
-        for prompt, answer in zip(prompts, answers, strict=True):
-            outputs[prompt["id"]] = list(answer.outputs[0].token_ids)
-        print(f"{kind}: {len(prompts)} answers", file=sys.stderr, flush=True)
-    duration_s = time.perf_counter() - started
-    result = {"outputs": outputs, "counters": counters, "duration_s": duration_s}
-    output.write_text(json.dumps(result), encoding="utf-8")
-
-
-def _counters(llm: Any) -> dict[str, float]:
+def _of(by_wave: dict[str, Any], temperature: float) -> dict[str, Any]:
+    """The waves of one temperature, by task."""
+    prefix = f"{temperature:g}/"
     return {
-        # LLM.get_metrics leaves out the suffix that the server's /metrics has.
-        f"{metric.name}_total": metric.value
-        for metric in llm.get_metrics()
-        if metric.name.startswith("vllm:spec_decode_num_") and hasattr(metric, "value")
+        name.removeprefix(prefix): value
+        for name, value in by_wave.items()
+        if name.startswith(prefix)
     }
 
 
-def _sum_counters(counters: Any) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for values in counters:
-        for name, value in values.items():
-            totals[name] = totals.get(name, 0) + value
-    return totals
-
-
-def _provenance(
-    args: argparse.Namespace, pair: ModelPair, dtype: str, is_cpu: bool
-) -> dict[str, Any]:
-    distributions = ("vllm", "torch", "triton", "transformers", "vllm-dflash")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": sys.argv[1:],
-        "git": _git_state(),
-        "versions": {name: metadata.version(name) for name in distributions},
-        "python": platform.python_version(),
-        "device": _cpu_name() if is_cpu else _gpu_name(),
-        "dtype": dtype,
-        "target": pair.served_name,
-        "draft": "embedded" if pair.is_embedded else pair.draft,
-        "max_tokens": args.max_tokens,
-        "max_num_seqs": args.max_num_seqs,
-    }
-
-
-def _git_state() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always"]
-    result = subprocess.run(
-        [*command, "--dirty", "--abbrev=40"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return result.stdout.strip() or "unknown"
-
-
-def _model_pair(args: argparse.Namespace) -> ModelPair:
-    if args.model is None:
-        return embedded_pair(lambda text: print(text, file=sys.stderr, flush=True))
-    return ModelPair(args.model, args.draft_model, args.model, is_embedded=False)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return f"{os.cpu_count()} x {line.partition(':')[2].strip()}"
-    return f"{os.cpu_count()} x {platform.machine()}"
-
-
-def _gpu_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name(0)
-
-
-def _parse() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_engine_options(parser)
+    parser.add_argument(
+        "--prompts", type=Path, nargs="*", help="JSON lines, a file for each task"
+    )
+    parser.add_argument("--limit", type=int, help="number of prompts, default all")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--limit", type=int, help="number of prompts, default all 50")
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0])
     parser.add_argument("--budgets", type=int, nargs="*", default=[16, 32, 64])
-    parser.add_argument("--depth", type=int, default=DEFAULT_DEPTH)
     parser.add_argument("--max-children", type=int, default=8)
-    parser.add_argument("--max-num-seqs", type=int, default=4)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--model")
-    parser.add_argument("--draft-model")
-    parser.add_argument("--output", type=Path, help="where to write the JSON")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if (args.model is None) != (args.draft_model is None):
-        parser.error("--model and --draft-model belong together")
-    return args
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=json.loads,
+        default={},
+        help='for the chat template, such as {"enable_thinking": false}',
+    )
+    parser.add_argument("--trees", type=Path, help="folder for the verified trees")
+    return parser
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from acceptance_prompts import load_prompts
 
 from vllm_dflash.demo.compare import acceptance_length
 
-# vLLM's result of each wave, by configuration and by name of the wave.
+# Configuration -> name of the wave -> its answers and counters.
 Results = dict[str, dict[str, dict[str, Any]]]
 
 SCORES = ("1", "the temperature", *acceptance_scores.RULES)
@@ -47,10 +47,13 @@ def main() -> int:
     pair = model_pair(parser, args)
     prompts = load_prompts(limit=args.limit)
     waves = [
-        Wave(wave_name(sampling, temperature), prompts, _sampling(args, sampling, t))
+        Wave(
+            wave_name(sampling, temperature),
+            prompts,
+            {"temperature": temperature, "max_tokens": args.max_tokens, **sampling},
+        )
         for sampling in args.sampling
         for temperature in args.temperatures
-        for t in [temperature]
     ]
     report: dict[str, Any] = {"provenance": describe(args, pair)}
     results: Results = {}
@@ -95,11 +98,9 @@ def configurations(
                 "budget": budget,
                 "scale_by_temperature": scores == "the temperature",
             }
-            label = scores if scores in acceptance_scores.RULES else f"at {scores}"
-            found[f"budget {budget}, scores {label}"] = (
-                {"ddtree": options},
-                scores if scores in acceptance_scores.RULES else None,
-            )
+            rule = scores if scores in acceptance_scores.RULES else None
+            label = f"at {scores}" if rule is None else f"of {scores}"
+            found[f"budget {budget}, scores {label}"] = ({"ddtree": options}, rule)
     return found
 
 
@@ -130,12 +131,6 @@ def format_table(results: Results, waves: dict[str, str]) -> str:
         equal = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
         lines.append(f"| {name} | {' | '.join(lengths)} | {equal} |")
     return "\n".join(lines)
-
-
-def _sampling(
-    args: argparse.Namespace, sampling: dict[str, Any], temperature: float
-) -> dict[str, Any]:
-    return {"temperature": temperature, "max_tokens": args.max_tokens, **sampling}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -49,6 +49,13 @@ def find_more_than_one(field: str) -> Check:
     return check
 
 
+def find_joint_engines(config: VllmConfig) -> str | None:
+    """Find data parallelism whose engines meet in every layer of experts."""
+    if not config.model_config.is_moe:
+        return None
+    return find_more_than_one("data_parallel_size")(config)
+
+
 def find_other_than(field: str, allowed: str) -> Check:
     def check(config: VllmConfig) -> str | None:
         value = getattr(config.speculative_config, field)

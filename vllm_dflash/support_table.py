@@ -13,6 +13,7 @@ from vllm_dflash.support_checks import (
     TREE_DRAFT,
     find_anchor,
     find_flag,
+    find_joint_engines,
     find_missing_triton,
     find_model,
     find_more_than_one,
@@ -149,12 +150,15 @@ FEATURES: tuple[Feature, ...] = (
         "--pipeline-parallel-size 1",
         find_more_than_one("pipeline_parallel_size"),
     ),
+    tree_row(
+        _PARALLEL, "data parallelism", "of dense models: independent engines in vLLM"
+    ),
     refused_row(
         _PARALLEL,
-        "data parallelism",
-        "untested with trees",
+        "data parallelism of a mixture of experts",
+        "its engines step together, which is untested with trees",
         "--data-parallel-size 1 and one server for each replica",
-        find_more_than_one("data_parallel_size"),
+        find_joint_engines,
     ),
     refused_row(
         _PARALLEL,

@@ -23,6 +23,7 @@ def engine(**changes):
             uses_mrope=False,
             uses_alibi=False,
             is_diffusion=False,
+            is_moe=False,
             enable_prompt_embeds=False,
             return_sampling_mask=False,
             enable_trace_replay=False,

@@ -32,6 +32,9 @@ def test_plain_engine_is_supported(cuda):
         {"attention_config__backend": named("FLASH_ATTN")},
         {"attention_config__backend": named("TRITON_ATTN")},
         {"cache_config__cache_dtype": "bfloat16"},
+        {"parallel_config__tensor_parallel_size": 2},
+        {"parallel_config__data_parallel_size": 2},
+        {"model_config__is_moe": True},
     ],
 )
 def test_supported_choices(cuda, changes):
@@ -44,7 +47,10 @@ REFUSED = {
     "KV connectors": {"kv_transfer_config": object()},
     "prompt embeddings": {"model_config__enable_prompt_embeds": True},
     "pipeline parallelism": {"parallel_config__pipeline_parallel_size": 2},
-    "data parallelism": {"parallel_config__data_parallel_size": 2},
+    "data parallelism of a mixture of experts": {
+        "parallel_config__data_parallel_size": 2,
+        "model_config__is_moe": True,
+    },
     "decode context parallelism": {"parallel_config__decode_context_parallel_size": 2},
     "prefill context parallelism": {
         "parallel_config__prefill_context_parallel_size": 2
