@@ -136,7 +136,7 @@ def test_every_kind_of_request_resumes(pair, log):
     pair.compare(PROMPTS, mix).assert_equal()
     assert pair.verified_trees
     # A request of the plain engine has the same name; it needs fewer blocks.
-    assert len(log.preempted) > 10
+    assert len(log.preempted) > 5
     samples = {name.partition("-")[0] for name in log.preempted}
     assert len(samples) > 2
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_configs import engine, pretend_cuda
 from front_end import build_config
-from tiny_models import write_draft, write_target
+from tiny_models import BLOCK_SIZE, write_draft, write_target
 
 from vllm_dflash import selection, support
 from vllm_dflash.config import get_ddtree_config
@@ -20,6 +20,8 @@ from vllm_dflash.support_checks import TREE_WORKERS
 
 BUDGET = 16
 WIDTH = BUDGET + 1
+# A request's rows, and the mask tokens of its draft.
+RESERVED = WIDTH + BLOCK_SIZE - 1
 
 # The front end of a CUDA build chooses other defaults.
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU defaults")
@@ -41,9 +43,9 @@ def spec(draft: str, **words) -> dict:
 
 TOO_SMALL = {
     "step": (
-        dict(max_num_batched_tokens=2 * BUDGET),
-        f"--max-num-batched-tokens {2 * BUDGET} and a budget of {BUDGET}",
-        f"--max-num-batched-tokens {2 * BUDGET + 1} or more",
+        dict(max_num_batched_tokens=RESERVED - 1),
+        f"--max-num-batched-tokens {RESERVED - 1} and a budget of {BUDGET}",
+        f"--max-num-batched-tokens {RESERVED} or more",
     ),
     "model length": (
         dict(max_model_len=WIDTH),
@@ -73,7 +75,7 @@ def test_engine_too_small_for_a_tree(target, draft, name):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(max_num_batched_tokens=2 * BUDGET + 1),
+        dict(max_num_batched_tokens=RESERVED),
         dict(max_model_len=WIDTH + 1),
         dict(num_gpu_blocks_override=9, block_size=32),
         dict(num_gpu_blocks_override=2, block_size=32, max_model_len=-1),
