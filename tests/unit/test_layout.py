@@ -23,7 +23,7 @@ ALL_CODE = [
     *SOURCES,
     *sorted(
         path
-        for folder in ("tests", "evals", "scripts", "kernels/benchmarks")
+        for folder in ("tests", "evals", "scripts", "kernels/benchmarks", "training")
         for path in (ROOT / folder).glob("**/*.py")
     ),
 ]

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training and serving see the same: features, positions, mask; and drafts get better.
+
+A draft that was trained on other context than it is served with still loads and stays
+lossless, so only these comparisons show it.
+"""
+
+import pytest
+import torch
+from draft_records import record_drafts
+from engines import (
+    acceptance_counts,
+    chain_config,
+    engine,
+    generate,
+    params,
+    token_ids,
+    tree_config,
+)
+from tiny_models import BLOCK_SIZE
+from training_runs import CPU, load_target, tiny_config, tiny_responses, trainer
+
+from vllm_dflash_training.backends import (
+    Sampling,
+    TransformersBackend,
+    VllmBackend,
+)
+from vllm_dflash_training.blocks import Batch
+from vllm_dflash_training.config import GenerationOptions
+from vllm_dflash_training.data import Responses
+
+pytestmark = pytest.mark.e2e
+
+DEPTH = BLOCK_SIZE - 1
+# fp32 on both sides, summed in another order. A wrong layer, position or mask moves
+# logits by more than 0.1.
+LOGITS_ATOL = 1e-4
+MAX_TOKENS = 24
+
+
+def training_logits(training, context: tuple[int, ...]) -> torch.Tensor:
+    """The training module's logits for a block after this context."""
+    tokens = torch.tensor([context])
+    anchor = torch.tensor([[len(context) - 1]])
+    batch = Batch(tokens, torch.tensor([1]), torch.tensor([len(context)]))
+    with torch.no_grad():
+        hidden, _ = training.forward.hidden(batch, anchor)
+        return training.forward.logits(hidden)[0, 0]
+
+
+def test_both_backends_give_the_targets_greedy_answers(
+    tiny_target, prompts, greedy_reference, monkeypatch
+):
+    # Set, so that the backend leaves the plugins of this process alone.
+    monkeypatch.setenv("VLLM_PLUGINS", "dflash,dflash_cpu")
+    options = GenerationOptions(batch_size=4)
+    sampling = Sampling(0.0, 32, 0.0, 0)
+    hf = TransformersBackend(tiny_target, torch.float32, CPU, [], options)
+    assert hf.generate(prompts, sampling) == greedy_reference
+    stop = greedy_reference[0][9]
+    hf.stop_ids = [stop]
+    answers = hf.generate(prompts, sampling)
+    assert answers[0] == greedy_reference[0][: greedy_reference[0].index(stop) + 1]
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    backend = VllmBackend(tiny_target, torch.float32, 256, [stop], options)
+    try:
+        assert backend.generate(prompts, sampling) == answers
+        warm = backend.generate(prompts, Sampling(1.0, 32, 0.0, 7))
+        assert warm == backend.generate(prompts, Sampling(1.0, 32, 0.0, 7)) != answers
+    finally:
+        backend.llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_training_forward_gives_the_logits_that_are_served(
+    tiny_target, tiny_draft, prompts, tmp_path, kind
+):
+    config = chain_config(tiny_draft) if kind == "chain" else tree_config(tiny_draft)
+    with engine(tiny_target, config) as llm:
+        records = record_drafts(llm)
+        generate(llm, prompts, params(MAX_TOKENS))
+    assert len(records) > len(prompts)
+    target = load_target(tiny_target)
+    rows = [(prompt, [11, 12, 13, 14, 15]) for prompt in prompts]
+    training = trainer(tiny_config(tmp_path, tiny_draft), target, rows)
+    for context, record in records.items():
+        expected = training_logits(training, context)
+        torch.testing.assert_close(
+            record.logits.float(), expected, atol=LOGITS_ATOL, rtol=LOGITS_ATOL
+        )
+
+
+@pytest.mark.parametrize("fault", ["layer", "anchor_in_context", "position"])
+def test_the_comparison_notices_a_fault(
+    tiny_target, tiny_draft, tmp_path, fault, monkeypatch
+):
+    target = load_target(tiny_target)
+    rows = [(list(range(20, 40)), [11, 12, 13, 14, 15])]
+    training = trainer(tiny_config(tmp_path, tiny_draft), target, rows)
+    context = tuple(range(20, 50))
+    right = training_logits(training, context)
+    forward = training.forward
+    if fault == "layer":
+        features = target.features
+        monkeypatch.setattr(
+            target, "features", lambda t, ids: features(t, tuple(i + 1 for i in ids))
+        )
+    elif fault == "anchor_in_context":
+        prepare = forward.attention.prepare
+        monkeypatch.setattr(
+            forward.attention, "prepare", lambda a, n: prepare(a + 1, n)
+        )
+    else:
+        module = forward.module
+        monkeypatch.setattr(
+            forward,
+            "module",
+            lambda f, e, a, attend, mask: module(f, e, a + 1, attend, mask),
+        )
+    wrong = training_logits(training, context)
+    assert (wrong - right).abs().max() > 1000 * LOGITS_ATOL
+
+
+def test_training_raises_the_acceptance_of_the_engine(
+    tiny_target, tiny_draft, prompts, tmp_path
+):
+    """Overfitted on the target's own answers, exported, served as chain and tree."""
+    prompts = prompts[:3]
+    rows = tiny_responses(tiny_target, prompts, MAX_TOKENS + 1)
+    config = tiny_config(
+        tmp_path,
+        tiny_draft,
+        steps=150,
+        max_length=128,
+        sequences_per_batch=3,
+        anchors_per_sequence=24,
+        learning_rate=3e-3,
+        log_every=150,
+    )
+    training = trainer(config, load_target(tiny_target), rows)
+    before = training._evaluate(Responses(rows))["heldout"]
+    first = training.train_step(1e-3)["loss"]
+    training.train(None)
+    after = training._evaluate(Responses(rows))["heldout"]
+    last = training.train_step(0.0)["loss"]
+    assert last < first / 4
+    assert after["chain_walk"] > before["chain_walk"] + 1
+    assert after["tree_walk"] >= after["chain_walk"]
+    trained = tmp_path / "trained"
+    training.export(trained)
+
+    def serve(speculative_config):
+        with engine(tiny_target, speculative_config) as llm:
+            answers = token_ids(generate(llm, prompts, params(MAX_TOKENS + 1)))
+            rounds, accepted = acceptance_counts(llm)
+        assert answers == [answer for _, answer in rows]
+        return 1 + accepted / rounds
+
+    untrained = serve(chain_config(tiny_draft))
+    chain = serve(chain_config(str(trained)))
+    tree = serve(tree_config(str(trained)))
+    assert chain > untrained + 1
+    assert tree >= chain
+    # The proxy counts what the engine does: no round is cut short but the last ones.
+    assert chain == pytest.approx(after["chain_walk"], rel=0.15)

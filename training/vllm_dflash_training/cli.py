@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/train_draft.py`: the stages of a run, each of which can be interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_dflash.errors import option_error
+from vllm_dflash_training.config import RunConfig, load_config
+from vllm_dflash_training.distributed import find_device, is_first_process, world
+from vllm_dflash_training.heldout import HeldOut
+from vllm_dflash_training.shards import require_same_run
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("prompts", "generate", "train", "export", "evaluate")
+# Exit code of a run that was told to stop and can be gone on with.
+INTERRUPTED = 75
+DRAFT = "draft"
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the stages of a config; return the exit code."""
+    args = _parse(arguments)
+    try:
+        config = load_config(args.config, args.set)
+        stages = args.stages.split(",")
+        unknown = [stage for stage in stages if stage not in STAGES]
+        if unknown:
+            raise option_error(
+                f"there is no stage {unknown[0]!r}",
+                f"Allowed: {', '.join(STAGES)}",
+                "--stages prompts,generate",
+            )
+        return _run(config, stages, args)
+    except ValueError as error:
+        _say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        _say("interrupted; the same command goes on")
+        return INTERRUPTED
+
+
+def _run(config: RunConfig, stages: list[str], args: argparse.Namespace) -> int:
+    heldout = HeldOut(ROOT / config.prompts.heldout)
+    config.folder().mkdir(parents=True, exist_ok=True)
+    # Before the training all other processes of torchrun wait for the first.
+    if is_first_process():
+        if "prompts" in stages:
+            from vllm_dflash_training.generate import make_prompts
+
+            _say(f"{make_prompts(config, heldout)} prompts")
+        if "generate" in stages:
+            _generate(config, heldout, args)
+    if "train" in stages and not _train(config, heldout):
+        _say("interrupted; the same command goes on")
+        return INTERRUPTED
+    if is_first_process():
+        if "export" in stages:
+            _export(config)
+        if "evaluate" in stages and config.evaluation.engine_budgets:
+            return _evaluate(config)
+    return 0
+
+
+def _generate(config: RunConfig, heldout: HeldOut, args: argparse.Namespace) -> None:
+    from vllm_dflash_training.generate import Generation
+
+    require_same_run(config.data_folder() / "facts.json", _data_facts(config))
+    generation = Generation(config, heldout)
+    if generation.is_complete():
+        _say("all responses are there")
+        return
+    if config.generation.backend == "vllm" and not args.in_process:
+        # An engine gives its memory back when its process ends.
+        env = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
+        command = [sys.executable, str(ROOT / "scripts/train_draft.py")]
+        command += ["--config", str(args.config), "--stages", "generate"]
+        command += [f"--set={text}" for text in args.set or []] + ["--in-process"]
+        done = subprocess.run(command, env=env, check=False)
+        if done.returncode:
+            raise option_error(
+                f"generation ended with exit code {done.returncode}",
+                "Its error is above",
+                "generation.backend: transformers to go without the engine",
+            )
+        return
+    from vllm_dflash_training.backends import TransformersBackend, VllmBackend
+    from vllm_dflash_training.target import pick_dtype, target_folder
+    from vllm_dflash_training.tokenise import ChatTokens
+
+    target, device = target_folder(config.target), find_device()
+    dtype, options = pick_dtype(config.target_dtype, device), config.generation
+    tokens = ChatTokens(target)
+    stops = tokens.stop_ids(_hf_config(target))
+    if options.backend == "vllm":
+        own = config.prompts.self_generated.max_tokens
+        longest = max(options.max_tokens, config.evaluation.max_tokens, own)
+        # Held-out prompts have no limit; twice that of the others is plenty.
+        length = 2 * config.prompts.max_tokens + longest
+        backend = VllmBackend(target, dtype, length, stops, options)
+    else:
+        backend = TransformersBackend(target, dtype, device, stops, options)
+    shards = generation.run(tokens, backend)
+    _say(f"{shards} shards of responses")
+
+
+def _train(config: RunConfig, heldout: HeldOut) -> bool:
+    import torch
+
+    from vllm_dflash_training.data import Responses, load_responses
+    from vllm_dflash_training.generate import load_heldout_responses
+    from vllm_dflash_training.target import Target, pick_dtype, target_folder
+    from vllm_dflash_training.trainer import Trainer
+
+    torch.set_float32_matmul_precision("high")
+    with world() as this:
+        require_same_run(config.data_folder() / "facts.json", _data_facts(config))
+        responses = load_responses(
+            config.data_folder(), config.training.max_length, heldout
+        )
+        if this.is_first:
+            _say(
+                f"{len(responses)} responses, {responses.num_response_tokens} tokens "
+                "that the target wrote"
+            )
+        dtype = pick_dtype(config.target_dtype, this.device)
+        target = Target(target_folder(config.target), dtype, this.device)
+        held = load_heldout_responses(config.data_folder())
+        longest = config.training.max_length
+        held = [(p, r[: longest - len(p)]) for p, r in held if len(p) + 2 <= longest]
+        held = [(p, r) for p, r in held if len(r) > 1]
+        trainer = Trainer(config, target, responses, this)
+        if trainer.resume() and this.is_first:
+            _say(f"goes on from step {trainer.step}")
+        is_done = trainer.train(Responses(held) if held else None)
+        if this.is_first:
+            trainer.export(config.folder(DRAFT))
+        return is_done
+
+
+def _export(config: RunConfig) -> None:
+    folder = config.folder(DRAFT)
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise option_error(
+            f"there is no draft in {folder}", "A trained one is", "--stages train"
+        )
+    _say(f"{folder}: {weights.stat().st_size / 1e6:.1f} MB")
+
+
+def _evaluate(config: RunConfig) -> int:
+    """Serve the draft, and compare answers and acceptance with no speculation."""
+    from vllm_dflash_training.target import target_folder
+
+    options, output = config.evaluation, config.folder() / "acceptance.json"
+    command = [sys.executable, str(ROOT / "evals/run_acceptance.py")]
+    command += ["--model", target_folder(config.target)]
+    command += ["--draft-model", str(config.folder(DRAFT))]
+    command += ["--max-tokens", str(options.max_tokens)]
+    command += ["--max-children", str(options.max_children)]
+    command += ["--budgets", *map(str, options.engine_budgets)]
+    command += ["--depth", str(_depth(config)), "--output", str(output)]
+    if options.limit is not None:
+        command += ["--limit", str(options.limit)]
+    if options.engine_dtype != "auto":
+        command += ["--dtype", options.engine_dtype]
+    env = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
+    path = [str(ROOT), str(ROOT / "kernels"), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    return subprocess.run(command, env=env, check=False).returncode
+
+
+def _depth(config: RunConfig) -> int:
+    text = (config.folder(DRAFT) / "config.json").read_text(encoding="utf-8")
+    return json.loads(text)["block_size"] - 1
+
+
+def _data_facts(config: RunConfig) -> dict:
+    from vllm_dflash_training.generate import facts
+
+    return facts(config)
+
+
+def _hf_config(target: str):
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(target)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train_draft.py",
+        description="Make a DFlash draft for a target. See docs/training.md.",
+    )
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument(
+        "--stages", default=",".join(STAGES), help="comma-separated; default: all"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="SECTION.KEY=VALUE",
+        help="change a value of the config",
+    )
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)

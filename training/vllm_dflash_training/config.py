@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run as a YAML file: sections, defaults, checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from vllm_dflash.errors import option_error
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What the draft is. With `init_from` its config is kept, and these are unused.
+
+    Attributes:
+        init_from: Folder of a draft to go on from, "embedded", or null for new weights.
+        num_layers: Decoder layers of a new draft.
+        block_size: Anchor and mask tokens of a block; the depth is one less.
+        mask_token_id: A token that no text holds. Needed for a new draft.
+        target_layer_ids: Layers whose outputs are the context, counted from 0; null
+            spreads `num_features` of them from the second to the third-last.
+        num_features: Number of layers when `target_layer_ids` is null.
+    """
+
+    init_from: str | None = None
+    num_layers: int = 5
+    block_size: int = 16
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    num_features: int = 5
+
+
+@dataclass(frozen=True)
+class SelfPrompts:
+    """Prompts that the target writes itself, after the opening of a user's turn."""
+
+    count: int = 0
+    temperature: float = 0.9
+    min_p: float = 0.04
+    max_tokens: int = 128
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Where prompts come from.
+
+    Attributes:
+        synthetic: Number of prompts of the seeded generator.
+        files: JSONL files of {"messages": [...]} rows, relative to the repository.
+        heldout: JSONL file of prompts that must not be trained on.
+        max_tokens: Longer prompts are left out.
+    """
+
+    synthetic: int = 0
+    files: list[str] = field(default_factory=list)
+    self_generated: SelfPrompts = SelfPrompts()
+    heldout: str = "evals/prompts/heldout.jsonl"
+    max_tokens: int = 440
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One answer to a share of the prompts."""
+
+    temperature: float = 0.0
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How the target answers.
+
+    Attributes:
+        backend: vLLM's offline engine, or `generate` of transformers.
+        batch_size: Requests at once: `max_num_seqs`, or rows of a padded batch.
+        time_limit_s: No shard is begun later than this after the start.
+    """
+
+    backend: Literal["vllm", "transformers"] = "vllm"
+    passes: list[Pass] = field(default_factory=lambda: [Pass()])
+    max_tokens: int = 320
+    min_p: float = 0.0
+    batch_size: int = 1024
+    shard_size: int = 4096
+    time_limit_s: float | None = None
+    gpu_memory_utilization: float = 0.6
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Which loss; see `losses.py`.
+
+    Attributes:
+        kind: ce; ce_decay: weights exp(-(k - 1) / gamma) by depth k; ce_smooth: decay
+            and label smoothing; distill: decay, and forward KL from the target's
+            `top_k` most likely tokens for the share `distill_share` of the loss.
+    """
+
+    kind: Literal["ce", "ce_decay", "ce_smooth", "distill"] = "ce_decay"
+    gamma: float = 7.0
+    smoothing: float = 0.05
+    distill_share: float = 0.5
+    top_k: int = 16
+    teacher_temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How the draft is trained.
+
+    Attributes:
+        steps: Optimizer steps; the learning rate ends with them.
+        time_limit_s: Seconds of training after which it ends, learning rate included.
+            With it two runs are equal only if they are equally fast.
+        sequences_per_batch: Sequences of one micro-batch on one GPU.
+        anchors_per_sequence: Blocks drawn from a sequence.
+        accumulation: Micro-batches of a step on each GPU.
+        ema_decay: Exponential average of the weights, exported instead of them.
+    """
+
+    steps: int = 1000
+    time_limit_s: float | None = None
+    max_length: int = 768
+    sequences_per_batch: int = 64
+    anchors_per_sequence: int = 64
+    accumulation: int = 1
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 6e-4
+    warmup: float = 0.04
+    final_rate: float = 0.01
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    ema_decay: float | None = None
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    attention: Literal["auto", "flex", "sdpa"] = "auto"
+    compile: bool | None = None
+    loss_chunk: int = 8192
+    log_every: int = 20
+    probe_blocks: int = 64
+    evaluate_every: int = 500
+    save_every_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Held-out acceptance, during training and with the engine at the end.
+
+    Attributes:
+        budget: Nodes of the trees of the proxies.
+        engine_budgets: Budgets served by the engine; empty: no engine.
+        limit: Number of held-out prompts, kinds in turn; null: all.
+    """
+
+    max_tokens: int = 128
+    limit: int | None = None
+    budget: int = 47
+    max_children: int = 8
+    engine_budgets: list[int] = field(default_factory=lambda: [48])
+    engine_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything of a run.
+
+    Attributes:
+        work_dir: Where everything of the run is written.
+        data_dir: Where prompts and responses are; null: `work_dir/data`. Runs that are
+            compared share one.
+        target: Folder or hub name, or "embedded".
+    """
+
+    work_dir: str
+    data_dir: str | None = None
+    target: str = EMBEDDED
+    target_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    seed: int = 0
+    draft: DraftOptions = DraftOptions()
+    prompts: PromptOptions = PromptOptions()
+    generation: GenerationOptions = GenerationOptions()
+    training: TrainingOptions = TrainingOptions()
+    loss: LossOptions = LossOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
+
+    def folder(self, name: str = "") -> Path:
+        """Return a folder of the run."""
+        return Path(self.work_dir) / name
+
+    def data_folder(self) -> Path:
+        """Return the folder of prompts and responses."""
+        return Path(self.data_dir) if self.data_dir else self.folder("data")
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run from YAML.
+
+    Args:
+        path: Of the file.
+        overrides: `section.key=value` with a YAML value, applied last.
+
+    Raises:
+        ValueError: The file or a value is not what a run consists of.
+    """
+    try:
+        words = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise option_error(
+            f"the config {path} can't be read ({error})",
+            "A YAML file of a training run is allowed",
+            "--config training/configs/embedded.yaml",
+        ) from error
+    if not isinstance(words, dict):
+        words = {}
+    for override in overrides or []:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise option_error(
+                f"an override must name a key and a value (got {override!r})",
+                "section.key=value is allowed",
+                "--set training.steps=100",
+            )
+        _set(words, key.split("."), yaml.safe_load(text))
+    config = _parse(RunConfig, words, "")
+    _check(config)
+    return config
+
+
+def _set(words: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        words = words.setdefault(key, {})
+    words[keys[-1]] = value
+
+
+def _parse(kind: type, words: Any, place: str) -> Any:
+    if not isinstance(words, dict):
+        raise _wrong(place, words, f"the keys {', '.join(_names(kind))}")
+    unknown = sorted(set(words) - set(_names(kind)))
+    if unknown:
+        raise _wrong(f"{place}.{unknown[0]}", words[unknown[0]], _names(kind))
+    hints = typing.get_type_hints(kind)
+    values = {
+        name: _value(hints[name], value, f"{place}.{name}")
+        for name, value in words.items()
+    }
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise _wrong(f"{place}.{missing[0]}", None, "a value: it has no default")
+    return kind(**values)
+
+
+def _names(kind: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind)]
+
+
+def _value(hint: Any, value: Any, place: str) -> Any:
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        return _parse(hint, value, place)  # type: ignore[arg-type]
+    if origin is types.UnionType:
+        if value is None and types.NoneType in typing.get_args(hint):
+            return None
+        hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
+        return _value(hint, value, place)
+    if origin is Literal:
+        if value not in typing.get_args(hint):
+            raise _wrong(place, value, typing.get_args(hint))
+        return value
+    if origin is list:
+        if not isinstance(value, list):
+            raise _wrong(place, value, "a list")
+        (item,) = typing.get_args(hint)
+        return [_value(item, v, f"{place}[{i}]") for i, v in enumerate(value)]
+    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
+        # YAML reads 6e-4 as a string.
+        try:
+            return float(value)
+        except ValueError:
+            raise _wrong(place, value, "a number") from None
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, hint) or (is_bool and hint is not bool):
+        raise _wrong(place, value, f"a value of type {hint.__name__}")
+    return value
+
+
+def _wrong(place: str, value: Any, allowed: Any) -> ValueError:
+    if not isinstance(allowed, str):
+        allowed = ", ".join(str(a) for a in allowed)
+    name = place.lstrip(".") or "the config"
+    return option_error(
+        f"{name} is wrong (got {value!r})",
+        f"Allowed: {allowed}",
+        "a value of docs/training.md",
+    )
+
+
+def _check(config: RunConfig) -> None:
+    training, draft, loss = config.training, config.draft, config.loss
+    limit = training.time_limit_s
+    positive = {
+        "training.steps": training.steps,
+        "training.sequences_per_batch": training.sequences_per_batch,
+        "training.anchors_per_sequence": training.anchors_per_sequence,
+        "training.accumulation": training.accumulation,
+        "training.loss_chunk": training.loss_chunk,
+        "training.learning_rate": training.learning_rate,
+        "training.time_limit_s": 1 if limit is None else limit,
+        "training.log_every": training.log_every,
+        "training.evaluate_every": training.evaluate_every,
+        "generation.shard_size": config.generation.shard_size,
+        "generation.batch_size": config.generation.batch_size,
+        "generation.max_tokens": config.generation.max_tokens,
+        "evaluation.budget": config.evaluation.budget,
+        "loss.gamma": loss.gamma,
+        "loss.top_k": loss.top_k,
+        "loss.teacher_temperature": loss.teacher_temperature,
+    }
+    for name, value in positive.items():
+        if value <= 0:
+            raise _wrong(name, value, "more than 0")
+    for name, share in {
+        "loss.smoothing": loss.smoothing,
+        "loss.distill_share": loss.distill_share,
+        "training.warmup": training.warmup,
+        "training.final_rate": training.final_rate,
+        "training.ema_decay": training.ema_decay or 0.0,
+    }.items():
+        if not 0 <= share <= 1:
+            raise _wrong(name, share, "0 to 1")
+    if not 1 <= config.evaluation.max_children <= 32:
+        raise _wrong(
+            "evaluation.max_children", config.evaluation.max_children, "1 to 32"
+        )
+    if draft.init_from is None:
+        if draft.block_size < 2:
+            raise _wrong("draft.block_size", draft.block_size, "2 or more")
+        if draft.mask_token_id is None:
+            raise _wrong(
+                "draft.mask_token_id", None, "the id of a token that no text holds"
+            )
+    if not config.generation.passes:
+        raise _wrong("generation.passes", [], "at least one pass")
