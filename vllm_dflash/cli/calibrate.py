@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dflash import envs
-from vllm_dflash.cli.main import CommandError, positive
+from vllm_dflash.cli.arguments import CommandError, positive
 from vllm_dflash.config import DEFAULT_BUDGET, DEFAULT_BUDGET_CPU, resolve_depth
 from vllm_dflash.schedule import BudgetSchedule
 

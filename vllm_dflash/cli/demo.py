@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from vllm_dflash.cli.main import CommandError
+from vllm_dflash.cli.arguments import CommandError
 from vllm_dflash.config import DEFAULT_BUDGET, DEFAULT_BUDGET_CPU
 from vllm_dflash.demo import compare, fetch
 from vllm_dflash.demo.client import RequestError

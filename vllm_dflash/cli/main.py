@@ -6,13 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from vllm_dflash import __version__
+from vllm_dflash.cli.arguments import CommandError, positive
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-
-
-class CommandError(Exception):
-    """A failure the user can act on; printed to stderr without a traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,14 +122,6 @@ def _add_calibrate(
     )
     add_arguments(calibrate)
     calibrate.set_defaults(run=_run_calibrate)
-
-
-def positive(text: str) -> int:
-    """Return the number of an option that counts something."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
-    return value
 
 
 def _run_demo(args: argparse.Namespace) -> int:

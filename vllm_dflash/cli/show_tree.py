@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from vllm_dflash.cli.main import CommandError, positive
+from vllm_dflash.cli.arguments import CommandError, positive
 from vllm_dflash.cli.tree_page import render_page
 from vllm_dflash.cli.tree_text import TokenText, render_round, summarise
 from vllm_dflash.metrics.tree_dump import DumpError, TreeDump, TreeRound, read_dump
