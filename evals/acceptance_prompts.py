@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of the acceptance evaluation: the held-out ones, or files of one's own."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from vllm_dflash.calibrate.prompts import read_prompt_lines
 from vllm_dflash.errors import option_error
 
 HELD_OUT = Path(__file__).parent / "prompts" / "heldout.jsonl"
@@ -51,26 +51,11 @@ def tasks(prompts: list[Prompt]) -> list[str]:
 
 
 def _read(path: Path) -> list[Prompt]:
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-            messages = item.get("messages") or [
-                {"role": "user", "content": item["prompt"]}
-            ]
-        except (ValueError, KeyError, AttributeError) as error:
-            raise option_error(
-                f"{path}:{number} is no prompt (got {line[:60]!r})",
-                'A JSON object with "messages" or "prompt" is allowed',
-                '{"prompt": "Hello!"}',
-            ) from error
-        prompts.append(
-            {
-                "id": str(item.get("id", f"{path.stem}-{number}")),
-                "kind": item.get("kind", path.stem),
-                "messages": messages,
-            }
-        )
-    return prompts
+    return [
+        {
+            "id": str(item.get("id", f"{path.stem}-{number}")),
+            "kind": item.get("kind", path.stem),
+            "messages": messages,
+        }
+        for number, item, messages in read_prompt_lines(path)
+    ]

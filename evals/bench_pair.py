@@ -166,7 +166,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         "\n| engine | T | concurrency | tokens/s | range | to chain | to none | ",
         end="",
     )
-    print("to none | acceptance length | answers equal | largest gap at a difference |")
+    print("acceptance length | answers equal | largest gap at a difference |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for (engine, temperature, level), row in found.items():
         none = found.get(("none", temperature, level))

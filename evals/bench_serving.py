@@ -13,7 +13,6 @@ is served. docs/evaluation.md explains the output.
 import argparse
 import json
 import random
-import shlex
 import sys
 import tempfile
 import time
@@ -23,12 +22,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import provenance
+from serving.arguments import (
+    add_serving_arguments,
+    log,
+    numbers,
+    parse_serving_arguments,
+    serving_options,
+)
 from serving.load import Load, LoadError, measure, write_prompts
 from serving.servers import SERVERS, ServerWave, ServingOptions, speculative_config
 from serving.table import markdown
 
 from vllm_dflash.cli.demo import signals_interrupt
-from vllm_dflash.demo.pair import DEFAULT_DEPTH, ModelPair, embedded_pair
 from vllm_dflash.demo.serve import ServerError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -38,7 +43,7 @@ Setting = tuple[float, int]
 
 def main() -> int:
     args = _parse()
-    options = _serving_options(args)
+    options = serving_options(args)
     report: dict[str, Any] = {
         "kind": "serving",
         "provenance": provenance.collect("pandas"),
@@ -67,40 +72,40 @@ def main() -> int:
         print(f"bench_serving: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        _log("interrupted; what was measured is written")
+        log("interrupted; what was measured is written")
     rows = report["rows"]
     if not rows:
         print("bench_serving: nothing was measured", file=sys.stderr)
         return 2
     print(markdown(rows))
-    _log(f"\nResults: {args.output}")
+    log(f"\nResults: {args.output}")
     if args.plots:
         from serving import plots
 
         for path in plots.save({args.output.stem: rows}, args.output.with_suffix("")):
-            _log(f"Plot: {path}")
+            log(f"Plot: {path}")
     return 0
 
 
 def run(args: argparse.Namespace, options: ServingOptions) -> Iterator[dict[str, Any]]:
     """Start the servers, warm them up, and yield a row for each measurement."""
     log_dir = Path(tempfile.mkdtemp(prefix="bench-serving-"))
-    _log(f"Logs: {log_dir}")
+    log(f"Logs: {log_dir}")
     prompts = log_dir / "prompts.jsonl"
     write_prompts(options.pair.target, prompts)
     deadline = time.monotonic() + 60 * args.time_limit if args.time_limit else None
-    with ServerWave(args.servers, options, log_dir, _log) as wave:
+    with ServerWave(args.servers, options, log_dir, log) as wave:
         for number, (repeat, setting, name) in enumerate(
             schedule(args.servers, _settings(args), args.repeats, args.order_seed)
         ):
             if deadline is not None and time.monotonic() > deadline:
-                _log(f"--time-limit {args.time_limit:g}: the rest is not measured")
+                log(f"--time-limit {args.time_limit:g}: the rest is not measured")
                 return
             load = _load(args, setting, repeat)
             started = time.perf_counter()
             row = measure(wave.servers[name], load, prompts, log_dir / "bench.log")
             label = "warm-up" if repeat is None else f"repeat {repeat}"
-            _log(
+            log(
                 f"{label} T={load.temperature:g} c={load.concurrency} {name}: "
                 f"{row['result']['output_throughput']:.1f} tokens/s "
                 f"({time.perf_counter() - started:.0f} s)"
@@ -145,62 +150,18 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     return [(t, c) for t in args.temperatures for c in args.concurrency]
 
 
-def _serving_options(args: argparse.Namespace) -> ServingOptions:
-    if args.model is None:
-        pair = embedded_pair(_log)
-    else:
-        is_local = Path(args.model).is_dir()
-        pair = ModelPair(args.model, args.draft_model, args.model, is_local)
-    return ServingOptions(
-        pair=pair,
-        is_cpu=not provenance.has_gpu(),
-        depth=args.depth,
-        budget=args.budget,
-        max_model_len=args.max_model_len,
-        max_num_seqs=max(args.concurrency),
-        kv_cache_gib=args.kv_cache_gib,
-        extra_args=tuple(shlex.split(args.serve_args)),
-    )
-
-
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="target; the embedded pair if absent")
-    parser.add_argument("--draft-model")
     parser.add_argument(
         "--servers", type=lambda text: text.split(","), default=list(SERVERS)
     )
-    parser.add_argument("--concurrency", type=_ints, default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--temperatures", type=_floats, default=[0.0, 1.0])
+    parser.add_argument(
+        "--concurrency", type=numbers(int), default=[1, 2, 4, 8, 16, 32, 64]
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--depth", type=int, default=DEFAULT_DEPTH)
-    parser.add_argument("--budget", type=int, help="nodes; the plugin's own if absent")
-    parser.add_argument("--max-tokens", type=int, default=192, help="per answer")
-    parser.add_argument(
-        "--prompts-per-slot", type=int, default=4, help="requests = this x concurrency"
-    )
-    parser.add_argument("--min-prompts", type=int, default=MIN_PROMPTS)
-    parser.add_argument("--ignore-eos", action="store_true", help="all answers as long")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument(
-        "--kv-cache-gib", type=float, default=8, help="of each server, on a GPU"
-    )
-    parser.add_argument("--serve-args", default="", help="more flags of vllm serve")
-    parser.add_argument("--order-seed", type=int, default=0)
+    add_serving_arguments(parser, MIN_PROMPTS, "of each server, on a GPU")
     parser.add_argument(
         "--time-limit", type=float, help="minutes after which no measurement starts"
     )
@@ -211,10 +172,7 @@ def _parse() -> argparse.Namespace:
         default=True,
         help="PNG and SVG beside the JSON",
     )
-    args = parser.parse_args()
-    if (args.model is None) != (args.draft_model is None):
-        parser.error("--model and --draft-model belong together")
-    return args
+    return parse_serving_arguments(parser)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,13 @@ import provenance
 import sglang_agreement
 import sglang_server
 import sglang_table
+from serving.arguments import (
+    add_serving_arguments,
+    log,
+    numbers,
+    parse_serving_arguments,
+    serving_options,
+)
 from serving.load import Load, LoadError, measure, write_prompts
 from serving.servers import SERVERS as VLLM_SERVERS
 from serving.servers import ServingOptions, server_spec
@@ -32,7 +39,6 @@ from sglang_server import SGLangServer, SGLangSpec
 
 from vllm_dflash.cli.demo import signals_interrupt
 from vllm_dflash.demo.client import RequestError
-from vllm_dflash.demo.pair import DEFAULT_DEPTH, ModelPair, embedded_pair
 from vllm_dflash.demo.serve import ServerError, VLLMServer, free_port
 from vllm_dflash.errors import option_error
 
@@ -55,7 +61,7 @@ def main() -> int:
     except ValueError as error:
         print(f"compare_sglang: {error}", file=sys.stderr)
         return 2
-    options = _serving_options(args)
+    options = serving_options(args)
     report = _new_report(args, options, versions)
     try:
         with signals_interrupt():
@@ -68,21 +74,21 @@ def main() -> int:
         print(f"compare_sglang: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        _log("interrupted; what was measured is written")
+        log("interrupted; what was measured is written")
     if not report["rows"]:
         print("compare_sglang: nothing was measured", file=sys.stderr)
         return 2
     print(sglang_table.speed(report["rows"]))
     if report["agreement"]:
         print(f"\n{sglang_table.agreement(report['agreement'])}")
-    _log(f"\nResults: {args.output}")
+    log(f"\nResults: {args.output}")
     return 0
 
 
 def run(args: argparse.Namespace, options: ServingOptions) -> Iterator[dict[str, Any]]:
     """Run every server and yield rows, answers and what a server says of itself."""
     log_dir = Path(tempfile.mkdtemp(prefix="compare-sglang-"))
-    _log(f"Logs: {log_dir}")
+    log(f"Logs: {log_dir}")
     prompts = log_dir / "prompts.jsonl"
     target = options.pair.target
     write_prompts(target, prompts)
@@ -107,7 +113,7 @@ def run(args: argparse.Namespace, options: ServingOptions) -> Iterator[dict[str,
                             server, load, prompts, log_dir / "bench.log"
                         )
                         speed = row["result"]["output_throughput"]
-                        _log(
+                        log(
                             f"round {round_} T={load.temperature:g} "
                             f"c={load.concurrency} {name}: {speed:.1f} tokens/s"
                         )
@@ -147,7 +153,7 @@ def make_server(
     engine, _, kind = name.partition("-")
 
     def log(text: str) -> None:
-        _log(f"{name}: {text}")
+        log(f"{name}: {text}")
 
     if engine == "vllm":
         spec = server_spec(kind, free_port(), options)
@@ -256,64 +262,23 @@ def _load(
     )
 
 
-def _serving_options(args: argparse.Namespace) -> ServingOptions:
-    if args.model is None:
-        pair = embedded_pair(_log)
-    else:
-        is_local = Path(args.model).is_dir()
-        pair = ModelPair(args.model, args.draft_model, args.model, is_local)
-    return ServingOptions(
-        pair=pair,
-        is_cpu=not provenance.has_gpu(),
-        depth=args.depth,
-        budget=args.budget,
-        max_model_len=args.max_model_len,
-        max_num_seqs=max(args.concurrency),
-        kv_cache_gib=args.kv_cache_gib,
-        extra_args=tuple(shlex.split(args.serve_args)),
-    )
-
-
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _numbers(kind: type) -> Any:
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", help="target; the embedded pair if absent")
-    add("--draft-model")
     add("--servers", type=lambda text: text.split(","), default=list(DEFAULT_NAMES))
     add("--sglang-python", type=Path, default=SGLANG_PYTHON)
     add("--sglang-args", default="", help="more flags of sglang.launch_server")
-    add("--serve-args", default="", help="more flags of vllm serve")
-    add("--concurrency", type=_numbers(int), default=[1, 8, 32])
-    add("--temperatures", type=_numbers(float), default=[0.0, 1.0])
+    add("--concurrency", type=numbers(int), default=[1, 8, 32])
     add("--rounds", type=int, default=2, help="starts of each server")
     add("--repeats", type=int, default=2, help="measurements per start")
-    add("--depth", type=int, default=DEFAULT_DEPTH)
-    add("--budget", type=int, help="nodes; the plugin's own if absent")
-    add("--max-tokens", type=int, default=192, help="per answer")
-    add("--prompts-per-slot", type=int, default=4, help="requests = this x concurrency")
-    add("--min-prompts", type=int, default=MIN_PROMPTS)
+    add_serving_arguments(parser, MIN_PROMPTS, "of vLLM's servers")
     add(
         "--agreement", type=int, default=50, help="greedy answers to compare; 0 is none"
     )
-    add("--ignore-eos", action="store_true", help="all answers as long")
-    add("--max-model-len", type=int, default=2048)
-    add("--kv-cache-gib", type=float, default=8, help="of vLLM's servers")
-    add("--order-seed", type=int, default=0)
     add("--output", type=Path, default=RESULTS / "sglang.local.json")
-    args = parser.parse_args()
-    if (args.model is None) != (args.draft_model is None):
-        parser.error("--model and --draft-model belong together")
-    return args
+    return parse_serving_arguments(parser)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 import pytest
 from engines import engine, generate, params, random_prompts, token_ids
 from rigged_draft import RiggedDraft
+from sampling_checks import write_spoken_target
 from tiny_models import write_draft, write_target
 
 PROMPT_LENGTHS = (35, 20, 60, 5, 17, 90)
@@ -17,6 +18,11 @@ def tiny_target(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def tiny_draft(tmp_path_factory) -> str:
     return write_draft(tmp_path_factory.mktemp("draft"))
+
+
+@pytest.fixture(scope="session")
+def spoken_target(tmp_path_factory) -> str:
+    return write_spoken_target(tmp_path_factory.mktemp("spoken"))
 
 
 @pytest.fixture(scope="session")

@@ -15,18 +15,12 @@ from sampling_checks import (
     check,
     prompts_of,
     sampling_pair,
-    write_spoken_target,
 )
 from tiny_tokenizer import END_THINK, THINK
 
 from vllm_dflash import patches
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def spoken_target(tmp_path_factory) -> str:
-    return write_spoken_target(tmp_path_factory.mktemp("spoken"))
 
 
 @pytest.fixture(scope="module")

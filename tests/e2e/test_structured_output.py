@@ -15,15 +15,9 @@ from sampling_checks import (
     SETTINGS,
     prompts_of,
     sampling_pair,
-    write_spoken_target,
 )
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def spoken_target(tmp_path_factory) -> str:
-    return write_spoken_target(tmp_path_factory.mktemp("spoken"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: interruptions, several processes, both attentions, trees of the product."""
+"""The loop: interruptions, several processes, trees of the product."""
 
 import dataclasses
 import json
@@ -28,7 +28,6 @@ from vllm_dflash_kernels.topk_logprobs import topk_logprobs
 from vllm_dflash_kernels.tree_build import build_tree
 from vllm_dflash_kernels.tree_walk import walk_tree
 from vllm_dflash_training.acceptance import _walk, block_acceptance
-from vllm_dflash_training.attention import FlexAttention, SdpaAttention
 from vllm_dflash_training.blocks import draw_anchors, make_blocks
 from vllm_dflash_training.checkpoint import draft_folder as draft_folder_of
 from vllm_dflash_training.cli import main
@@ -160,29 +159,6 @@ def test_two_processes_train_as_one_with_twice_the_batches(
     for name, weight in weights_of(one).items():
         # The sums of two processes are rounded in another order.
         torch.testing.assert_close(state["draft"][name], weight, atol=2e-5, rtol=1e-4)
-
-
-def test_flex_attention_sees_what_the_dense_mask_says():
-    generator = torch.Generator().manual_seed(0)
-    seqs, blocks, block, context = 2, 16, 8, 256
-    flex = FlexAttention(seqs, blocks, context, block, torch.device("cpu"))
-    dense = SdpaAttention(block)
-    for low, high in ((0, 256), (0, 3), (200, 256), (127, 130)):
-        anchors = torch.randint(low, high, (seqs, blocks), generator=generator)
-        anchors = anchors.sort(1).values
-        query = torch.randn(seqs, 6, blocks * block, 16, generator=generator)
-        key, value = torch.randn(
-            2, seqs, 2, context + blocks * block, 16, generator=generator
-        )
-        got = flex.attend(query, key, value, flex.prepare(anchors, context))
-        mask = dense.prepare(anchors, context)
-        expected = dense.attend(query, key, value, mask)
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_lengths_that_flex_attention_cannot_tile_are_refused():
-    with pytest.raises(ValueError, match="training.attention: sdpa"):
-        FlexAttention(1, 16, 100, 8, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("budget", [7, 16, 47])

@@ -85,7 +85,7 @@ class TreeImplMixin:
                 # vLLM quantises the query for its own kernels; ours takes it wide.
                 query = query.to(output.dtype)
                 k_scale = k_scale * layer._q_scale
-        prefix_lse = self._attend_to_prefix(query, kv_cache, metadata, output)
+        prefix_lse = attend_to_prefix(self, query, kv_cache, metadata, output)
         num_reqs = tree.num_verify_reqs
         window = self.sliding_window  # type: ignore[attr-defined]
         tree_attention(
@@ -111,16 +111,6 @@ class TreeImplMixin:
             workspace=tree.workspace,
         )
 
-    def _attend_to_prefix(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Attend to the committed keys into ``output``; log-sum-exps, or None."""
-        return None
-
 
 class TreeFlashAttentionMetadataBuilder(
     FlashPrefixMixin, TreeBuilderMixin, FlashAttentionMetadataBuilder
@@ -130,15 +120,6 @@ class TreeFlashAttentionMetadataBuilder(
 
 class TreeFlashAttentionImpl(TreeImplMixin, FlashAttentionImpl):
     """FlashAttention, with verify rows served by the tree kernel."""
-
-    def _attend_to_prefix(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: Any,
-        output: torch.Tensor,
-    ) -> torch.Tensor | None:
-        return attend_to_prefix(self, query, kv_cache, metadata, output)
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):

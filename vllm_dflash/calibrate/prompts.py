@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from vllm_dflash.errors import option_error
 
 Messages = list[dict[str, str]]
 
@@ -37,8 +40,19 @@ def read_messages(path: Path | None) -> list[Messages]:
     """
     if path is None:
         return [[{"role": "user", "content": text}] for text in _QUESTIONS]
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    found = [messages for _, _, messages in read_prompt_lines(path)]
+    if not found:
+        raise ValueError(f"{path} holds no prompt. One JSON object a line is allowed.")
+    return found
+
+
+def read_prompt_lines(path: Path) -> Iterator[tuple[int, dict[str, Any], Messages]]:
+    """Yield (line number, object, its conversation) of a JSON-lines file.
+
+    Raises:
+        ValueError: A line holds neither ``messages`` nor ``prompt``.
+    """
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -47,14 +61,12 @@ def read_messages(path: Path | None) -> list[Messages]:
                 {"role": "user", "content": item["prompt"]}
             ]
         except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{path}:{number} is no prompt (got {line[:60]!r}). A JSON object with "
-                '"messages" or "prompt" is allowed. Type {"prompt": "Hello!"}'
+            raise option_error(
+                f"{path}:{number} is no prompt (got {line[:60]!r})",
+                'A JSON object with "messages" or "prompt" is allowed',
+                '{"prompt": "Hello!"}',
             ) from error
-        found.append(messages)
-    if not found:
-        raise ValueError(f"{path} holds no prompt. One JSON object a line is allowed.")
-    return found
+        yield number, item, messages
 
 
 def tokenize(tokenizer: Any, conversations: list[Messages]) -> list[list[int]]:
