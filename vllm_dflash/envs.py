@@ -7,6 +7,7 @@ a closer look at trees.
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -30,7 +31,7 @@ environment_variables: dict[str, Callable[[], Any]] = {
     # Serve on the CPU: run vLLM's Model Runner V2 through Triton's interpreter.
     # Makes V2 the default of every model in that environment.
     "VLLM_DFLASH_CPU": lambda: _read_bool("VLLM_DFLASH_CPU"),
-    # Where the demo keeps its downloaded model and its logs; None is the default.
+    # Where the demo keeps its model and logs, and calibrate its schedules.
     "VLLM_DFLASH_CACHE": lambda: os.environ.get("VLLM_DFLASH_CACHE") or None,
     # Time the stages of every round: vllm_dflash:stage_time_seconds.
     "VLLM_DFLASH_STAGE_TIMES": lambda: _read_bool("VLLM_DFLASH_STAGE_TIMES"),
@@ -42,6 +43,12 @@ environment_variables: dict[str, Callable[[], Any]] = {
 def any_is_set() -> bool:
     """Tell whether the environment names one of the variables."""
     return any(name in os.environ for name in environment_variables)
+
+
+def cache_dir() -> Path:
+    """Return where things are kept: ``$VLLM_DFLASH_CACHE``, or ``~/.cache/vllm-dflash``."""
+    folder = environment_variables["VLLM_DFLASH_CACHE"]()
+    return Path(folder or "~/.cache/vllm-dflash").expanduser()
 
 
 def keep_engine_in_process() -> None:

@@ -3,6 +3,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,37 @@ def test_noise_never_makes_trees_grow_with_the_load():
     nodes = [entry[2] for entry in schedule]
     assert nodes == sorted(nodes, reverse=True)
     assert len(schedule) <= 2
+
+
+def test_batch_sizes_that_did_not_fit_take_the_last_range():
+    measured = costs({0: {1: 10.0, 4: 10.0}, 7: {1: 10.5, 4: 11.0}})
+    assert choose.choose_schedule(measured, [1.0] + [2.0] * 7, 64) == ((1, 4, 7),)
+
+
+def test_timing_ends_where_the_cache_holds_fewer_requests():
+    """All but one have to wait, until each has grown as far as it may."""
+
+    class Engine:
+        unfinished = 0
+
+        def add_request(self, *args):
+            self.unfinished += 1
+
+        def abort_request(self, names):
+            self.unfinished = 0
+
+        def has_unfinished_requests(self):
+            return self.unfinished > 0
+
+        def step(self):
+            self.unfinished = max(self.unfinished - 1, 0)
+
+    bench = object.__new__(measure.Bench)
+    bench.engine, bench._ids = Engine(), iter(range(100))
+    bench.scheduler = SimpleNamespace(
+        running=[0], waiting=[1], dynamic_sd_lookup=[7, 7, 7]
+    )
+    assert bench.time_steps([[1, 2]], 2, [0, 7], room=8) == {}
 
 
 def test_a_range_that_gains_nothing_is_not_made():

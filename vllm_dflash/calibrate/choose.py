@@ -80,7 +80,7 @@ def choose_schedule(
 
     Args:
         measured: Milliseconds of a step by (batch size, nodes); 0 nodes is a step
-            without drafts. Batch sizes 1 and ``max_num_seqs`` must be there.
+            without drafts. Batch size 1 must be there.
         tokens: Mean tokens of a step by number of nodes, from ``tokens_by_nodes``.
         max_num_seqs: Largest batch size to decide for.
     """
@@ -92,6 +92,9 @@ def choose_schedule(
             ms = interpolate_ms(measured, batch, nodes)
             if ms is not None and ms > 0:
                 row[nodes] = math.log(tokens[nodes] / ms) / batch
+        if not row:
+            # Nothing was measured for so many: the last range holds for them.
+            break
         gains.append(row)
     price = TOLERANCE
     while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_dflash.runner.runtime import find_runtime
@@ -21,8 +21,6 @@ MAX_ROWS = 4096
 WARM_STEPS = 4
 TIMED_STEPS = 10
 PASSES = 4
-
-Log = Callable[[str], None]
 
 
 def candidate_nodes(budget: int, depth: int) -> list[int]:
@@ -86,6 +84,13 @@ class Bench:
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
+    def _run_all(self, size: int) -> None:
+        """Step until all run at once, or are done: the KV cache may hold fewer."""
+        while self.engine.has_unfinished_requests() and (
+            len(self.scheduler.running) < size or self.scheduler.waiting
+        ):
+            self.engine.step()
+
     def time_steps(
         self,
         prompts: Sequence[list[int]],
@@ -94,6 +99,8 @@ class Bench:
         room: int,
     ) -> dict[int, float]:
         """Milliseconds of a step of ``size`` requests by number of nodes.
+
+        Empty if the KV cache can't hold so many.
 
         Args:
             prompts: Token ids; taken in turn.
@@ -114,8 +121,7 @@ class Bench:
                 self.engine.abort_request(names)
                 self.drain()
                 names = self.add(taken, ignore_eos=True, max_tokens=room, temperature=0)
-                while len(self.scheduler.running) < size or self.scheduler.waiting:
-                    self.engine.step()
+                self._run_all(size)
             for _ in range(WARM_STEPS):
                 self.engine.step()
             start = time.perf_counter()

@@ -36,10 +36,9 @@ class Setup:
     @property
     def path(self) -> Path:
         """The file of this set-up's schedule."""
-        root = Path(envs.VLLM_DFLASH_CACHE or "~/.cache/vllm-dflash").expanduser()
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return root / "schedules" / f"{name}.json"
+        return envs.cache_dir() / "schedules" / f"{name}.json"
 
 
 def describe_setup(

