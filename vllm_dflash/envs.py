@@ -46,7 +46,7 @@ def any_is_set() -> bool:
 
 
 def cache_dir() -> Path:
-    """Return where things are kept: ``$VLLM_DFLASH_CACHE``, or ``~/.cache/vllm-dflash``."""
+    """Return the cache: ``$VLLM_DFLASH_CACHE``, or ``~/.cache/vllm-dflash``."""
     folder = environment_variables["VLLM_DFLASH_CACHE"]()
     return Path(folder or "~/.cache/vllm-dflash").expanduser()
 
