@@ -152,12 +152,12 @@ def make_server(
     """Return a server of ``NAMES``, not yet started."""
     engine, _, kind = name.partition("-")
 
-    def log(text: str) -> None:
+    def named_log(text: str) -> None:
         log(f"{name}: {text}")
 
     if engine == "vllm":
         spec = server_spec(kind, free_port(), options)
-        return VLLMServer(dataclasses.replace(spec, label=name), log_path, log)
+        return VLLMServer(dataclasses.replace(spec, label=name), log_path, named_log)
     spec = SGLangSpec(
         label=name,
         pair=options.pair,
@@ -169,7 +169,7 @@ def make_server(
         depth=options.depth if kind == "dflash" else None,
         max_num_seqs=options.max_num_seqs,
     )
-    return SGLangServer(spec, log_path, log)
+    return SGLangServer(spec, log_path, named_log)
 
 
 def _add(report: dict[str, Any], event: dict[str, Any]) -> None:
