@@ -30,6 +30,7 @@ SOURCE_HASHES = {
     "resolve_model_state_cls": "c330e5807024a93a",
     "draft_slots": "cf11081232bfd2b0",
     "init_candidates": "c017d0137f301ae0",
+    "apply_top_k_top_p": "eda8949f42671d5f",
     "normalize_context_k": "7c4a2d8bb98a4c7f",
 }
 SIGNATURES = {
@@ -53,6 +54,7 @@ SIGNATURES = {
     "resolve_model_state_cls": ["vllm_config", "model"],
     "draft_slots": ["self"],
     "init_candidates": ["self"],
+    "apply_top_k_top_p": ["logits", "k", "p", "mask_value"],
     "normalize_context_k": ["self", "all_k"],
 }
 # What reads the speculative config that the front end forgets for a tree.

@@ -73,6 +73,10 @@ DEPENDS_ON: dict[str, dict[str, str]] = {
         "BlockTables": "slot_mappings is what the KV compaction reads",
     },
     f"{_GPU}.states": {"RequestState": "prefill_len is read"},
+    "vllm.v1.sample.ops.topk_topp_triton": {
+        "_apply_topp_split": "makes scratch for _SPLIT_MAX_BATCH rows (raised), "
+        "once, and keeps it",
+    },
     f"{_GPU}.cudagraph_utils": {
         "CudaGraphManager.dispatch": "chooses the graph by tokens, requests and width",
     },

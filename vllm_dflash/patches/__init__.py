@@ -147,6 +147,20 @@ LEDGER: tuple[Patch, ...] = (
         make="vllm_dflash.patches.cudagraph_utils:wrap_init_candidates",
     ),
     Patch(
+        name="apply_top_k_top_p",
+        target="vllm.v1.sample.ops.topk_topp_triton:apply_top_k_top_p_triton",
+        what="Masks what top-k and top-p leave out, on a GPU.",
+        why="Up to 64 rows are masked by other kernels than more rows, and those for "
+        "more drop the least likely token where top-p keeps all that min-p, a grammar "
+        "or allowed tokens have left. A tree has a row for each node, so the same "
+        "requests would draw from other tokens than without speculation.",
+        how="Raises the limit of 64 rows to 1024 and goes through more rows in parts.",
+        upstream="A standalone top-p that keeps the smallest of the nucleus.",
+        remove_when="tests/compat/test_top_p_rows.py finds vLLM's kernels alike.",
+        make="vllm_dflash.patches.topk_topp_triton:wrap_apply_top_k_top_p",
+        importers=("vllm.v1.sample.ops.topk_topp_sampler",),
+    ),
+    Patch(
         name="normalize_context_k",
         target="vllm.model_executor.models.qwen3_dflash:"
         "DFlashQwen3Model._normalize_context_k",

@@ -38,6 +38,8 @@ def wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         require_supported(vllm_config)
         patches.apply("resolve_model_state_cls")
         patches.apply("init_candidates")
+        if device.type != "cpu":
+            patches.apply("apply_top_k_top_p")
         return make_speculator(vllm_config, device, req_states)
 
     return init_speculator
