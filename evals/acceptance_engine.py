@@ -74,6 +74,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
     parser.add_argument("--max-num-seqs", type=int, default=4)
+    parser.add_argument(
+        "--engine-args",
+        type=json.loads,
+        default={},
+        help='more arguments of vllm.LLM, such as {"gpu_memory_utilization": 0.3}',
+    )
     parser.add_argument("--output", type=Path, help="where to write the JSON")
 
 
@@ -105,6 +111,7 @@ def engine_options(
         "max_num_seqs": args.max_num_seqs,
         "enforce_eager": is_cpu,
         "speculative_config": speculative,
+        **args.engine_args,
     }
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving speed of one pair: no speculation, vLLM's chain, trees fixed and automatic.
 
-    python evals/bench_serving.py --concurrency 1,8,32 --temperatures 0,1
+    python evals/bench_serving.py --concurrency 1,8,32 --temperatures 0,1 --mixed auto
 
 All servers start together and stay up; ``vllm bench serve`` then measures one at a
 time. Each repeat visits every load, and within a load the servers in a new random
 order, so that a machine that gets slower or faster does so for all of them. Prompts are
 the held-out chats of ``prompts/heldout.jsonl``. Without ``--model`` the embedded pair
-is served. docs/evaluation.md explains the output.
+is served. ``--mixed`` adds a load that rises from one request at a time to full while
+it is measured (serving/mixed.py). docs/evaluation.md explains the output.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from serving.arguments import (
     serving_options,
 )
 from serving.load import Load, LoadError, measure, write_prompts
+from serving.mixed import AUTO, Ramp, find_ramp, parse_ramp
 from serving.servers import SERVERS, ServerWave, ServingOptions, speculative_config
 from serving.table import markdown
 
@@ -38,7 +40,9 @@ from vllm_dflash.demo.serve import ServerError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MIN_PROMPTS = 8
-Setting = tuple[float, int]
+MIXED = "mixed"
+# Temperature, and concurrency or MIXED.
+Setting = tuple[float, Any]
 
 
 def main() -> int:
@@ -55,6 +59,8 @@ def main() -> int:
             "repeats": args.repeats,
             "order_seed": args.order_seed,
             "ignore_eos": args.ignore_eos,
+            "mixed": args.mixed and str(args.mixed),
+            "mixed_prompts": mixed_prompts(args) if args.mixed else None,
         },
         "rows": [],
     }
@@ -93,28 +99,38 @@ def run(args: argparse.Namespace, options: ServingOptions) -> Iterator[dict[str,
     log(f"Logs: {log_dir}")
     prompts = log_dir / "prompts.jsonl"
     write_prompts(options.pair.target, prompts)
+    rows: list[dict[str, Any]] = []
+    ramps: dict[float, Ramp] = {}
     deadline = time.monotonic() + 60 * args.time_limit if args.time_limit else None
     with ServerWave(args.servers, options, log_dir, log) as wave:
-        for number, (repeat, setting, name) in enumerate(
-            schedule(args.servers, _settings(args), args.repeats, args.order_seed)
-        ):
+        for number, (repeat, setting, name) in enumerate(_schedule(args)):
             if deadline is not None and time.monotonic() > deadline:
                 log(f"--time-limit {args.time_limit:g}: the rest is not measured")
                 return
-            load = _load(args, setting, repeat)
+            temperature, concurrency = setting
+            if concurrency != MIXED:
+                load = closed_load(args, setting, repeat)
+            else:
+                if temperature not in ramps:
+                    is_auto = args.mixed == AUTO
+                    ramp = find_ramp(rows, temperature) if is_auto else args.mixed
+                    ramps[temperature] = ramp
+                load = mixed_load(args, temperature, repeat, ramps[temperature])
             started = time.perf_counter()
             row = measure(wave.servers[name], load, prompts, log_dir / "bench.log")
             label = "warm-up" if repeat is None else f"repeat {repeat}"
             log(
-                f"{label} T={load.temperature:g} c={load.concurrency} {name}: "
+                f"{label} {load} {name}: "
                 f"{row['result']['output_throughput']:.1f} tokens/s "
                 f"({time.perf_counter() - started:.0f} s)"
             )
             if repeat is not None:
-                yield {**row, "repeat": repeat, "order": number}
+                rows.append({**row, "repeat": repeat, "order": number})
+                yield rows[-1]
 
 
-def _load(args: argparse.Namespace, setting: Setting, repeat: int | None) -> Load:
+def closed_load(args: argparse.Namespace, setting: Setting, repeat: int | None) -> Load:
+    """Return a measurement at one concurrency; if repeat is None, its warm-up."""
     temperature, concurrency = setting
     num_prompts = max(concurrency * args.prompts_per_slot, args.min_prompts)
     return Load(
@@ -127,13 +143,40 @@ def _load(args: argparse.Namespace, setting: Setting, repeat: int | None) -> Loa
     )
 
 
+def mixed_load(
+    args: argparse.Namespace, temperature: float, repeat: int | None, ramp: Ramp
+) -> Load:
+    """Return a measurement of the mixed load; if repeat is None, its short warm-up."""
+    is_warm_up = repeat is None
+    return Load(
+        temperature=temperature,
+        concurrency=None,
+        num_prompts=max(args.concurrency) if is_warm_up else mixed_prompts(args),
+        max_tokens=args.max_tokens,
+        seed=repeat or 0,
+        ignore_eos=args.ignore_eos,
+        ramp=ramp.warm_up() if is_warm_up else ramp,
+    )
+
+
+def mixed_prompts(args: argparse.Namespace) -> int:
+    """Return the requests of a mixed load."""
+    default = max(max(args.concurrency) * args.prompts_per_slot, args.min_prompts)
+    return args.mixed_prompts or default
+
+
 def schedule(
-    servers: list[str], settings: list[Setting], repeats: int, seed: int
+    servers: list[str],
+    settings: list[Setting],
+    repeats: int,
+    seed: int,
+    mixed: list[Setting] | None = None,
 ) -> list[tuple[int | None, Setting, str]]:
     """Return (repeat, load, server) in the order of measuring; repeat None warms up.
 
     Every load is warmed up once on every server: a kernel is compiled when it is first
-    used, and a tree's size depends on the load.
+    used, and a tree's size depends on the load. Mixed loads come after the others of
+    a repeat, and so does their warm-up: its rates may be those the others have shown.
     """
     rng = random.Random(seed)
     order: list[tuple[int | None, Setting, str]] = [
@@ -143,11 +186,21 @@ def schedule(
         for setting in rng.sample(settings, len(settings)):
             for server in rng.sample(servers, len(servers)):
                 order.append((repeat, setting, server))
+        mixed = mixed or []
+        if repeat == 0:
+            order += [
+                (None, setting, server) for setting in mixed for server in servers
+            ]
+        for setting in rng.sample(mixed, len(mixed)):
+            for server in rng.sample(servers, len(servers)):
+                order.append((repeat, setting, server))
     return order
 
 
-def _settings(args: argparse.Namespace) -> list[Setting]:
-    return [(t, c) for t in args.temperatures for c in args.concurrency]
+def _schedule(args: argparse.Namespace) -> list[tuple[int | None, Setting, str]]:
+    settings = [(t, c) for t in args.temperatures for c in args.concurrency]
+    mixed = [(t, MIXED) for t in args.temperatures] if args.mixed else []
+    return schedule(args.servers, settings, args.repeats, args.order_seed, mixed)
 
 
 def _parse() -> argparse.Namespace:
@@ -155,12 +208,25 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--servers", type=lambda text: text.split(","), default=list(SERVERS)
+        "--servers",
+        type=lambda text: text.split(","),
+        default=list(SERVERS),
+        help=f"of {','.join(SERVERS)} and tree-N, a fixed tree of N nodes",
     )
     parser.add_argument(
         "--concurrency", type=numbers(int), default=[1, 2, 4, 8, 16, 32, 64]
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--mixed",
+        type=parse_ramp,
+        metavar="auto|START:END",
+        help="also a load that rises while it is measured, requests per second; auto "
+        "takes them from the other loads",
+    )
+    parser.add_argument(
+        "--mixed-prompts", type=int, help="requests of it; as the largest concurrency's"
+    )
     add_serving_arguments(parser, MIN_PROMPTS, "of each server, on a GPU")
     parser.add_argument(
         "--time-limit", type=float, help="minutes after which no measurement starts"
@@ -172,7 +238,13 @@ def _parse() -> argparse.Namespace:
         default=True,
         help="PNG and SVG beside the JSON",
     )
-    return parse_serving_arguments(parser)
+    args = parse_serving_arguments(parser)
+    if args.mixed_prompts is not None and args.mixed_prompts < 1:
+        parser.error(
+            f"--mixed-prompts is {args.mixed_prompts}. Allowed are 1 and more. "
+            "Type --mixed-prompts 256"
+        )
+    return args
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from accuracy.compare import mean_scores
-from serving.table import table_rows
+from serving.table import mixed_table_rows, table_rows
 
 from vllm_dflash.errors import option_error
 
@@ -118,11 +118,15 @@ def _provenance(runs: list[Run]) -> str:
 
 def _serving_section(run: Run) -> str:
     settings = ", ".join(f"{k} {v}" for k, v in run.data["settings"].items())
-    return (
-        f"<h3>Serving: {escape(run.name)}</h3>"
-        f'<p class="note">Medians over the repeats. {escape(settings)}</p>'
-        + _table(table_rows(run.data["rows"]), num_text=3)
-    )
+    parts = [
+        f"<h3>Serving: {escape(run.name)}</h3>",
+        f'<p class="note">Medians over the repeats. {escape(settings)}</p>',
+        _table(table_rows(run.data["rows"]), num_text=3),
+    ]
+    mixed = mixed_table_rows(run.data["rows"])
+    if mixed:
+        parts += ["<h4>Mixed load</h4>", _table(mixed, num_text=3)]
+    return "".join(parts)
 
 
 def _accuracy_section(run: Run) -> str:

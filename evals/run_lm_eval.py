@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,99 @@ def main() -> int:
     return int(bool(failures))
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """One engine of a configuration.
+
+    Attributes:
+        speculative_config: None is no speculation.
+        job: What the worker does, but for lm-eval's ``model_args``.
+    """
+
+    config: EvalConfig
+    pair: ModelPair
+    is_cpu: bool
+    name: str
+    speculative_config: dict[str, Any] | None
+    job: dict[str, Any]
+    log_dir: Path
+
+    def run(self) -> dict[str, Any]:
+        """Return items, duration and counters."""
+        is_offline = self.config.backend == OFFLINE_BACKEND
+        return self._run_offline() if is_offline else self._run_behind_server()
+
+    def _run_offline(self) -> dict[str, Any]:
+        model_args: dict[str, Any] = {
+            "pretrained": self.pair.target,
+            "dtype": self.config.dtype,
+            "disable_log_stats": False,
+            **self.config.engine_args,
+            **self.config.model_args,
+        }
+        if self.is_cpu:
+            model_args["enforce_eager"] = True
+        if self.speculative_config is not None:
+            model_args["speculative_config"] = self.speculative_config
+        env = {**os.environ, **(CPU_RUNNER_ENV if self.is_cpu else {})}
+        if self.is_cpu:
+            env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        return self._run_worker(model_args, env)
+
+    def _run_behind_server(self) -> dict[str, Any]:
+        is_chat = self.config.backend == "local-chat-completions"
+        options = {"dtype": self.config.dtype, **self.config.engine_args}
+        max_model_len = options.pop("max_model_len", 2048)
+        spec = ServerSpec(
+            label=self.name,
+            pair=self.pair,
+            is_cpu=self.is_cpu,
+            port=free_port(),
+            speculative_config=self.speculative_config,
+            max_model_len=max_model_len,
+            extra_args=serve_flags(options),
+        )
+        log_path = self.log_dir / f"{self.name}-server.log"
+        with VLLMServer(spec, log_path, _log) as server:
+            route = "chat/completions" if is_chat else "completions"
+            model_args: dict[str, Any] = {
+                "model": self.pair.served_name,
+                "base_url": f"{server.client.base_url}/v1/{route}",
+                "num_concurrent": self.config.num_concurrent,
+                "max_length": max_model_len,
+                "timeout": 1800,
+                **self.config.model_args,
+            }
+            if not is_chat:
+                # Prompts go as token ids, so a chat template's own BOS is not doubled.
+                model_args |= {
+                    "tokenizer": self.pair.target,
+                    "tokenizer_backend": "huggingface",
+                }
+            before = server.client.counters()
+            result = self._run_worker(model_args, dict(os.environ))
+            after = server.client.counters()
+        result["counters"] = {key: after[key] - before.get(key, 0) for key in after}
+        return result
+
+    def _run_worker(
+        self, model_args: dict[str, Any], env: dict[str, str]
+    ) -> dict[str, Any]:
+        job_path = self.log_dir / f"{self.name}.job.json"
+        result_path = self.log_dir / f"{self.name}.json"
+        job = {**self.job, "model_args": model_args}
+        job_path.write_text(json.dumps(job), encoding="utf-8")
+        if self.config.offline:
+            env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        if job["confirm_run_unsafe_code"]:
+            # What the data set library asks for besides, for HumanEval and MBPP.
+            env.setdefault("HF_ALLOW_CODE_EVAL", "1")
+        command = [sys.executable, str(WORKER), str(job_path), str(result_path)]
+        _run_process(command, env, self.log_dir / f"{self.name}.log")
+        return json.loads(result_path.read_text(encoding="utf-8"))
+
+
 def run(
     config: EvalConfig, confirm_run_unsafe_code: bool = False
 ) -> tuple[dict[str, Any], Path]:
@@ -109,10 +203,9 @@ def run(
             "max_new_tokens": config.max_new_tokens,
             "confirm_run_unsafe_code": confirm_run_unsafe_code,
         }
-        evaluate = (
-            _evaluate_offline if config.backend == OFFLINE_BACKEND else _evaluate_server
-        )
-        result = evaluate(config, pair, is_cpu, name, speculative_config, job, log_dir)
+        result = Evaluation(
+            config, pair, is_cpu, name, speculative_config, job, log_dir
+        ).run()
         counters = result.pop("counters")
         result["acceptance_length"] = acceptance_length({}, counters)
         results[name] = result
@@ -121,95 +214,7 @@ def run(
     return results, log_dir
 
 
-def _evaluate_offline(
-    config: EvalConfig,
-    pair: ModelPair,
-    is_cpu: bool,
-    name: str,
-    speculative_config: dict[str, Any] | None,
-    job: dict[str, Any],
-    log_dir: Path,
-) -> dict[str, Any]:
-    model_args: dict[str, Any] = {
-        "pretrained": pair.target,
-        "dtype": config.dtype,
-        "disable_log_stats": False,
-        **config.engine_args,
-        **config.model_args,
-    }
-    if is_cpu:
-        model_args["enforce_eager"] = True
-    if speculative_config is not None:
-        model_args["speculative_config"] = speculative_config
-    env = {**os.environ, **(CPU_RUNNER_ENV if is_cpu else {})}
-    if is_cpu:
-        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    return _run_worker({**job, "model_args": model_args}, env, config, name, log_dir)
-
-
-def _evaluate_server(
-    config: EvalConfig,
-    pair: ModelPair,
-    is_cpu: bool,
-    name: str,
-    speculative_config: dict[str, Any] | None,
-    job: dict[str, Any],
-    log_dir: Path,
-) -> dict[str, Any]:
-    is_chat = config.backend == "local-chat-completions"
-    options = {"dtype": config.dtype, **config.engine_args}
-    max_model_len = options.pop("max_model_len", 2048)
-    spec = ServerSpec(
-        label=name,
-        pair=pair,
-        is_cpu=is_cpu,
-        port=free_port(),
-        speculative_config=speculative_config,
-        max_model_len=max_model_len,
-        extra_args=serve_flags(options),
-    )
-    with VLLMServer(spec, log_dir / f"{name}-server.log", _log) as server:
-        route = "chat/completions" if is_chat else "completions"
-        model_args: dict[str, Any] = {
-            "model": pair.served_name,
-            "base_url": f"{server.client.base_url}/v1/{route}",
-            "num_concurrent": config.num_concurrent,
-            "max_length": max_model_len,
-            "timeout": 1800,
-            **config.model_args,
-        }
-        if not is_chat:
-            # Prompts go as token ids, so a chat template's own BOS is not doubled.
-            model_args |= {
-                "tokenizer": pair.target,
-                "tokenizer_backend": "huggingface",
-            }
-        before = server.client.counters()
-        result = _run_worker(
-            {**job, "model_args": model_args}, dict(os.environ), config, name, log_dir
-        )
-        after = server.client.counters()
-    result["counters"] = {key: after[key] - before.get(key, 0) for key in after}
-    return result
-
-
-def _run_worker(
-    job: dict[str, Any],
-    env: dict[str, str],
-    config: EvalConfig,
-    name: str,
-    log_dir: Path,
-) -> dict[str, Any]:
-    job_path, result_path = log_dir / f"{name}.job.json", log_dir / f"{name}.json"
-    job_path.write_text(json.dumps(job), encoding="utf-8")
-    if config.offline:
-        env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    if job["confirm_run_unsafe_code"]:
-        # What the data set library asks for besides, for HumanEval and MBPP.
-        env.setdefault("HF_ALLOW_CODE_EVAL", "1")
-    log_path = log_dir / f"{name}.log"
-    command = [sys.executable, str(WORKER), str(job_path), str(result_path)]
+def _run_process(command: list[str], env: dict[str, str], log_path: Path) -> None:
     with log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command,
@@ -229,7 +234,6 @@ def _run_worker(
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-25:])
         _log(f"{tail}\nThe whole log: {log_path}")
         raise subprocess.CalledProcessError(returncode, command)
-    return json.loads(result_path.read_text(encoding="utf-8"))
 
 
 def serve_flags(options: dict[str, Any]) -> list[str]:

@@ -10,13 +10,16 @@ import contextlib
 import json
 import shlex
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from serving.mixed import Ramp
 
 from vllm_dflash.demo.serve import VLLMServer
 
 PROMPTS = Path(__file__).resolve().parent.parent / "prompts" / "heldout.jsonl"
-# Lists with an entry for each request or token; the percentiles are beside them.
+# Lists with an entry for each request, token or rate; the percentiles are beside them.
 _PER_REQUEST = {
     "input_lens",
     "output_lens",
@@ -27,6 +30,7 @@ _PER_REQUEST = {
     "start_times",
     "latencies",
     "queue_times",
+    "rps_change_events",
 }
 
 
@@ -35,17 +39,24 @@ class Load:
     """One measurement of one server.
 
     Attributes:
+        concurrency: Requests at a time; None if a ramp decides how many there are.
         add_special_tokens: Whether the server's tokenizer adds its own to a prompt.
+        ramp: How fast requests are sent; None is one as soon as another is answered.
     """
 
     temperature: float
-    concurrency: int
+    concurrency: int | None
     num_prompts: int
     max_tokens: int
     seed: int
     ignore_eos: bool = False
     # The chat template has added what the tokenizer would add again.
     add_special_tokens: bool = False
+    ramp: Ramp | None = None
+
+    def __str__(self) -> str:
+        load = f"c={self.concurrency}" if self.ramp is None else f"ramp {self.ramp}"
+        return f"T={self.temperature:g} {load}"
 
 
 class LoadError(RuntimeError):
@@ -95,7 +106,14 @@ def bench_args(server: VLLMServer, load: Load, prompts: Path) -> list[str]:
     args += ["--skip-chat-template", "--disable-shuffle"]
     args += ["--num-prompts", str(load.num_prompts)]
     args += ["--custom-output-len", str(load.max_tokens)]
-    args += ["--max-concurrency", str(load.concurrency)]
+    if load.concurrency is not None:
+        args += ["--max-concurrency", str(load.concurrency)]
+    if load.ramp is not None:
+        args += ["--ramp-up-strategy", "exponential"]
+        args += ["--ramp-up-start-rps", str(load.ramp.start)]
+        args += ["--ramp-up-end-rps", str(load.ramp.end)]
+        # Only so do the times of single requests come back.
+        args += ["--save-detailed"]
     args += ["--temperature", str(load.temperature), "--seed", str(load.seed)]
     args += ["--extra-body", json.dumps(body)]
     args += ["--percentile-metrics", "ttft,tpot,itl,e2el"]
@@ -124,7 +142,7 @@ def measure(
             f"{server.spec.label}: {result['completed']} of {load.num_prompts} "
             f"requests were answered. {server.describe_log()}"
         )
-    return {
+    row = {
         "server": server.spec.label,
         "temperature": load.temperature,
         "concurrency": load.concurrency,
@@ -132,3 +150,20 @@ def measure(
         "command": shlex.join(["vllm", "bench", "serve", *args]),
         "result": {k: v for k, v in result.items() if k not in _PER_REQUEST},
     }
+    if load.ramp is not None:
+        row["load"] = f"ramp {load.ramp}"
+        row["peak_in_flight"] = peak(result["start_times"], result["latencies"])
+    return row
+
+
+def peak(starts: list[float], latencies: list[float]) -> int:
+    """Return the largest number of requests that were sent and not yet answered.
+
+    The benchmark's own counts all that a whole second has seen.
+    """
+    events = [(start, 1) for start in starts]
+    events += [
+        (start + latency, -1) for start, latency in zip(starts, latencies, strict=True)
+    ]
+    # At the same moment one that ends comes before one that begins.
+    return max(accumulate(change for _, change in sorted(events)))

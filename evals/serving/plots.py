@@ -19,6 +19,8 @@ _MARKERS = "osD^vPX*"
 def figures(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return one figure for each of ``PLOTS`` and for the speed-up.
 
+    Mixed loads are left out: they have no concurrency to plot against.
+
     Args:
         runs: Rows by the name of their run; names show only if there are several.
     """
@@ -27,7 +29,9 @@ def figures(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
     by_run = {name: medians(rows) for name, rows in runs.items()}
     temperatures = sorted({cell[0] for cells in by_run.values() for cell in cells})
-    made = {}
+    made: dict[str, Any] = {}
+    if not temperatures:
+        return made
     for metric in (*PLOTS, "speedup"):
         title = PLOTS.get(metric, RELATIVE)
         figure = Figure(figsize=(5.5 * len(temperatures), 4), layout="constrained")

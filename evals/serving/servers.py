@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers of a serving benchmark: started together, measured in turn."""
 
+import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from vllm_dflash.config import parse_ddtree_option
 from vllm_dflash.demo.fetch import Log
 from vllm_dflash.demo.pair import ModelPair
 from vllm_dflash.demo.serve import ServerSpec, VLLMServer, free_port
@@ -29,12 +32,40 @@ class ServingOptions:
     extra_args: tuple[str, ...] = ()
 
 
+def fixed_nodes(name: str) -> int | None:
+    """Return N of a server ``tree-N``, None for any other name."""
+    match = re.fullmatch(r"tree-([1-9]\d*)", name)
+    return None if match is None else int(match[1])
+
+
+def is_fixed_tree(name: str) -> bool:
+    """Whether a server's tree has as many nodes under every load."""
+    return name == "tree-fixed" or fixed_nodes(name) is not None
+
+
+def table_order(name: str) -> tuple[int, int, str]:
+    """Return what servers are sorted by: none, chain, tree-N by N, the other trees."""
+    nodes = fixed_nodes(name)
+    if nodes is not None:
+        return SERVERS.index("tree-fixed"), nodes, name
+    if name in SERVERS:
+        place = SERVERS.index(name)
+        # After the trees of a given size, which share its place.
+        return (place, sys.maxsize, name) if name == "tree-fixed" else (place, 0, name)
+    return len(SERVERS), 0, name
+
+
 def speculative_config(name: str, options: ServingOptions) -> dict[str, Any] | None:
-    """Return the ``--speculative-config`` of a server of ``SERVERS``."""
-    if name not in SERVERS:
+    """Return the ``--speculative-config`` of a server.
+
+    Raises:
+        ValueError: there is no such server, or its tree can't have that size.
+    """
+    nodes = fixed_nodes(name)
+    if name not in SERVERS and nodes is None:
         raise option_error(
             f"there is no server {name!r}",
-            f"Allowed are {', '.join(SERVERS)}",
+            f"Allowed are {', '.join(SERVERS)}, and tree-N, a fixed tree of N nodes",
             f"--servers {','.join(SERVERS)}",
         )
     if name == "none":
@@ -46,14 +77,24 @@ def speculative_config(name: str, options: ServingOptions) -> dict[str, Any] | N
     }
     if name == "chain":
         return {**config, "ddtree": False}
-    tree: dict[str, Any] = {"budget_per_batch_size": name.removeprefix("tree-")}
-    if options.budget is not None:
-        tree["budget"] = options.budget
+    if nodes is not None:
+        tree: dict[str, Any] = {"budget": nodes, "budget_per_batch_size": "fixed"}
+    else:
+        tree = {"budget_per_batch_size": name.removeprefix("tree-")}
+        if options.budget is not None:
+            tree["budget"] = options.budget
+    # A wrong size is named before any server starts.
+    parse_ddtree_option(
+        tree,
+        num_speculative_tokens=options.depth,
+        block_size=None,
+        is_cpu=options.is_cpu,
+    )
     return {**config, "ddtree": tree}
 
 
 def server_spec(name: str, port: int, options: ServingOptions) -> ServerSpec:
-    """Return how a server of ``SERVERS`` is started."""
+    """Return how a server of ``SERVERS``, or ``tree-N``, is started."""
     # Repeats ask the same prompts again; a cached prefix would make them cheaper.
     args = ["--no-enable-prefix-caching", "--max-num-seqs", str(options.max_num_seqs)]
     if not options.is_cpu:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations of the accuracy evaluation, and its item by item comparison."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+
+from vllm_dflash.demo.pair import ModelPair
 
 EVALS = Path(__file__).resolve().parents[2] / "evals"
 CONFIGS = sorted((EVALS / "configs").glob("*.yaml"))
@@ -172,6 +175,91 @@ def test_engines_must_have_had_the_same_items(evals, tmp_path):
     found = results(ar=[item("a", "x")], tree=[item("b", "x")])
     with pytest.raises(RuntimeError, match="different items"):
         evals.compare.check(config, found)
+
+
+def evaluation(evals, tmp_path, monkeypatch, **values):
+    """An evaluation whose worker writes down what it gets."""
+    run_lm_eval = evals.run_lm_eval
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
+    started = {}
+
+    def run_process(command, env, log_path):
+        job_path, result_path = map(Path, command[-2:])
+        started.update(env=env, log=log_path.name, job=json.loads(job_path.read_text()))
+        result_path.write_text('{"items": {}, "counters": {}}')
+
+    monkeypatch.setattr(run_lm_eval, "_run_process", run_process)
+    made = run_lm_eval.Evaluation(
+        config=load(evals, tmp_path, dtype="float32", **values),
+        pair=ModelPair("/target", "/draft", "name", is_embedded=True),
+        is_cpu=True,
+        name="tree",
+        speculative_config={"method": "dflash"},
+        job={"tasks": ["task"], "confirm_run_unsafe_code": False},
+        log_dir=tmp_path,
+    )
+    return made, started
+
+
+def test_offline_worker_gets_the_engine(evals, tmp_path, monkeypatch):
+    engine_args = {"max_num_seqs": 4}
+    made, started = evaluation(evals, tmp_path, monkeypatch, engine_args=engine_args)
+    assert made.run() == {"items": {}, "counters": {}}
+    assert started["job"] == {
+        "tasks": ["task"],
+        "confirm_run_unsafe_code": False,
+        "model_args": {
+            "pretrained": "/target",
+            "dtype": "float32",
+            "disable_log_stats": False,
+            "max_num_seqs": 4,
+            "enforce_eager": True,
+            "speculative_config": {"method": "dflash"},
+        },
+    }
+    assert started["log"] == "tree.log"
+    assert started["env"]["VLLM_DFLASH_CPU"] == "1"
+    assert started["env"]["HF_ALLOW_CODE_EVAL"] == "0"
+
+
+@pytest.mark.parametrize("route", ["completions", "chat-completions"])
+def test_worker_asks_a_server_that_has_the_engine(evals, tmp_path, monkeypatch, route):
+    made, started = evaluation(
+        evals,
+        tmp_path,
+        monkeypatch,
+        backend=f"local-{route}",
+        engine_args={"max_model_len": 512, "max_num_seqs": 4},
+    )
+    specs = []
+
+    class Server:
+        def __init__(self, spec, log_path, log):
+            specs.append((spec, log_path.name))
+            counts = iter([{"drafts": 2}, {"drafts": 9, "accepted": 4}])
+            self.client = SimpleNamespace(
+                base_url="http://127.0.0.1:1", counters=lambda: next(counts)
+            )
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            pass
+
+    monkeypatch.setattr(evals.run_lm_eval, "VLLMServer", Server)
+    assert made.run()["counters"] == {"drafts": 7, "accepted": 4}
+    [(spec, log_name)] = specs
+    assert (spec.label, log_name) == ("tree", "tree-server.log")
+    assert spec.max_model_len == 512
+    assert spec.speculative_config == {"method": "dflash"}
+    assert spec.extra_args == ["--dtype", "float32", "--max-num-seqs", "4"]
+    model_args = started["job"]["model_args"]
+    path = route.replace("-", "/")
+    assert model_args["base_url"] == f"http://127.0.0.1:1/v1/{path}"
+    assert model_args["max_length"] == 512
+    assert ("tokenizer" in model_args) == (route == "completions")
+    assert "speculative_config" not in model_args
 
 
 def test_engine_arguments_become_flags(evals):

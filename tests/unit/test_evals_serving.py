@@ -24,13 +24,14 @@ def evals():
     try:
         import bench_serving
         import report
-        from serving import load, plots, servers, table
+        from serving import load, mixed, plots, servers, table
     finally:
         sys.path.remove(str(EVALS))
     return SimpleNamespace(
         bench_serving=bench_serving,
         report=report,
         load=load,
+        mixed=mixed,
         plots=plots,
         servers=servers,
         table=table,
@@ -65,6 +66,36 @@ def row(server, speed, temperature=0.0, concurrency=1, length=None):
         "concurrency": concurrency,
         "result": result,
     }
+
+
+def mixed_row(server, latency, speed, temperature=0.0):
+    result = {
+        "mean_e2el_ms": latency,
+        "p99_e2el_ms": 3 * latency,
+        "mean_tpot_ms": latency / 100,
+        "output_throughput": speed,
+    }
+    return {
+        "server": server,
+        "temperature": temperature,
+        "concurrency": None,
+        "load": "ramp 2:128",
+        "peak_in_flight": 40,
+        "result": result,
+    }
+
+
+@pytest.fixture
+def mixed_rows():
+    return [
+        mixed_row("tree-auto", 180.0, 105.0),
+        mixed_row("tree-16", 200.0, 100.0),
+        mixed_row("none", 600.0, 90.0),
+        mixed_row("tree-fixed", 240.0, 110.0),
+        mixed_row("tree-16", 260.0, 104.0),
+        mixed_row("tree-16", 220.0, 98.0),
+        mixed_row("tree-auto", 300.0, 80.0, temperature=1.0),
+    ]
 
 
 @pytest.fixture
@@ -113,9 +144,32 @@ def test_tree_configs_are_accepted_by_the_plugin(evals, is_cpu):
     assert len(fixed) < len(auto)
 
 
-def test_unknown_server_is_named(evals):
-    with pytest.raises(ValueError, match="'tree'.*none, chain.*--servers"):
-        evals.servers.speculative_config("tree", options(evals))
+@pytest.mark.parametrize("name", ["tree", "tree-0", "tree-016", "tree-", "tree-1.5"])
+def test_unknown_server_is_named(evals, name):
+    message = f"'{name}'.*none, chain.*tree-N.*--servers"
+    with pytest.raises(ValueError, match=message):
+        evals.servers.speculative_config(name, options(evals))
+
+
+def test_a_tree_of_a_given_size_is_fixed(evals):
+    spec = evals.servers.server_spec("tree-31", 1, options(evals, budget=47))
+    tree = {"budget": 31, "budget_per_batch_size": "fixed"}
+    assert spec.speculative_config["ddtree"] == tree
+    assert spec.label == "tree-31"
+
+
+@pytest.mark.parametrize("nodes", [8, 256])
+def test_a_tree_of_a_size_that_cannot_be_is_refused_before_it_starts(evals, nodes):
+    with pytest.raises(ValueError, match=f"budget.*{nodes}.*15 .*255"):
+        evals.servers.speculative_config(f"tree-{nodes}", options(evals))
+
+
+def test_servers_are_shown_in_one_order(evals):
+    names = ["none", "chain", "tree-9", "tree-16", "tree-100", "tree-fixed"]
+    names += ["tree-auto", "sglang-none", "vllm-chain"]
+    assert sorted(reversed(names), key=evals.servers.table_order) == names
+    fixed = [name for name in names if evals.servers.is_fixed_tree(name)]
+    assert fixed == ["tree-9", "tree-16", "tree-100", "tree-fixed"]
 
 
 def test_every_load_is_warmed_up_then_measured_in_random_orders(evals):
@@ -136,6 +190,94 @@ def test_every_load_is_warmed_up_then_measured_in_random_orders(evals):
     assert len(orders) > 3
     assert order == evals.bench_serving.schedule(SERVERS, settings, 3, seed=1)
     assert order != evals.bench_serving.schedule(SERVERS, settings, 3, seed=2)
+
+
+def test_mixed_loads_follow_the_others_and_their_warm_up_comes_before(evals):
+    settings = [(0.0, 1), (0.0, 8)]
+    mixed = [(0.0, "mixed"), (1.0, "mixed")]
+    order = evals.bench_serving.schedule(SERVERS, settings, 2, 1, mixed)
+    rest = evals.bench_serving.schedule(SERVERS, settings, 2, 1)
+    assert len(order) == len(rest) + 8 + 2 * 8
+    # Warm-ups and first repeat of the others; then those of the mixed loads.
+    start = 8 + 8
+    assert order[:start] == rest[:start]
+    assert order[start : start + 8] == [
+        (None, s, name) for s in mixed for name in SERVERS
+    ]
+    first = order[start + 8 : start + 16]
+    assert Counter(first) == Counter((0, s, name) for s in mixed for name in SERVERS)
+    second = order[start + 16 :]
+    assert all(setting in settings for _, setting, _ in second[:8])
+    last = second[8:]
+    assert Counter(last) == Counter((1, s, name) for s in mixed for name in SERVERS)
+    assert [name for *_, name in first] != [name for *_, name in last]
+
+
+@pytest.fixture
+def bench_args_of(evals, monkeypatch):
+    def parse(*argv):
+        monkeypatch.setattr(sys, "argv", ["bench_serving.py", *argv])
+        return evals.bench_serving._parse()
+
+    return parse
+
+
+def test_mixed_load_and_its_warm_up(evals, bench_args_of):
+    args = bench_args_of("--concurrency", "1,8", "--mixed", "2:40")
+    assert args.mixed == evals.mixed.Ramp(2, 40)
+    load = evals.bench_serving.mixed_load(args, 1.0, 2, args.mixed)
+    assert (load.num_prompts, load.seed, load.ramp) == (32, 2, args.mixed)
+    assert (load.temperature, load.concurrency) == (1.0, None)
+    assert str(load) == "T=1 ramp 2:40"
+    warm_up = evals.bench_serving.mixed_load(args, 1.0, None, args.mixed)
+    assert (warm_up.num_prompts, str(warm_up.ramp)) == (8, "10:40")
+    args = bench_args_of("--mixed", "auto", "--mixed-prompts", "100")
+    assert args.mixed == "auto"
+    assert evals.bench_serving.mixed_prompts(args) == 100
+    assert bench_args_of().mixed is None
+    assert bench_args_of().servers == SERVERS
+
+
+@pytest.mark.parametrize("value", ["0:8", "8:2", "2", "1.5:8", "a:b", "2:128:3"])
+def test_wrong_mixed_load_is_named(bench_args_of, capsys, value):
+    with pytest.raises(SystemExit):
+        bench_args_of("--mixed", value)
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"'{value}' is no mixed load" in error
+    assert "START:END" in error and "Type --mixed auto" in error
+
+
+def test_wrong_number_of_mixed_prompts_is_named(bench_args_of, capsys):
+    with pytest.raises(SystemExit):
+        bench_args_of("--mixed", "auto", "--mixed-prompts", "0")
+    assert "--mixed-prompts is 0" in capsys.readouterr().err
+
+
+def test_ramp_is_found_from_the_other_loads(evals, mixed_rows):
+    def closed(server, temperature, concurrency, rate):
+        found = row(server, 1.0, temperature, concurrency)
+        found["result"]["request_throughput"] = rate
+        return found
+
+    rows = [
+        closed("none", 0.0, 2, 7.0),
+        closed("tree-fixed", 0.0, 2, 30.0),
+        closed("none", 0.0, 64, 60.0),
+        closed("tree-fixed", 0.0, 64, 100.2),
+        closed("none", 0.0, 8, 500.0),
+        closed("none", 1.0, 2, 0.4),
+        closed("none", 1.0, 64, 0.3),
+        *mixed_rows,
+    ]
+    find_ramp, ramp = evals.mixed.find_ramp, evals.mixed.Ramp
+    assert find_ramp(rows, 0.0) == ramp(3, 201)
+    # vLLM takes whole numbers from 1 on.
+    assert find_ramp(rows, 1.0) == ramp(1, 1)
+
+
+def test_most_in_flight(evals):
+    assert evals.load.peak([0.0, 1.0, 1.5, 9.0], [2.0, 2.0, 0.1, 1.0]) == 3
+    assert evals.load.peak([0.0, 1.0, 2.0], [1.0, 1.0, 1.0]) == 1
 
 
 def test_medians_ratios_and_spread(evals, rows):
@@ -167,6 +309,92 @@ def test_markdown_has_a_line_for_each_load_and_server(evals, rows):
     assert "| - |" in lines[2]
 
 
+def test_mixed_medians_and_their_ratios(evals, mixed_rows):
+    cells = evals.table.mixed_medians(mixed_rows)
+    assert list(cells) == [
+        (0.0, "ramp 2:128", "none"),
+        (0.0, "ramp 2:128", "tree-16"),
+        (0.0, "ramp 2:128", "tree-fixed"),
+        (0.0, "ramp 2:128", "tree-auto"),
+        (1.0, "ramp 2:128", "tree-auto"),
+    ]
+    tree = cells[0.0, "ramp 2:128", "tree-16"]
+    assert (tree["mean_e2el_ms"], tree["output_throughput"]) == (220.0, 100.0)
+    assert (tree["repeats"], tree["peak_in_flight"]) == (3, 40)
+    assert tree["spread"] == pytest.approx(1.3)
+    # The best differs by metric: low latencies are good, high speeds are.
+    cell = (0.0, "ramp 2:128", "tree-auto")
+    assert evals.table.best_fixed(cells, cell, "mean_e2el_ms") == "tree-16"
+    assert evals.table.best_fixed(cells, cell, "output_throughput") == "tree-fixed"
+    alone = (1.0, "ramp 2:128", "tree-auto")
+    assert evals.table.best_fixed(cells, alone, "mean_e2el_ms") is None
+    heading, *lines = evals.table.mixed_table_rows(mixed_rows)
+    auto = dict(zip(heading, lines[3], strict=True))
+    assert auto == {
+        "T": "0",
+        "load": "ramp 2:128",
+        "server": "tree-auto",
+        "E2E ms": "180.0",
+        "E2E p99 ms": "540.0",
+        "TPOT ms": "1.80",
+        "tokens/s": "105.0",
+        "most in flight": "40",
+        "E2E to none": "0.30",
+        "E2E to chain": "-",
+        "E2E to best fixed": "0.82",
+        "tokens/s to none": "1.17",
+        "tokens/s to chain": "-",
+        "tokens/s to best fixed": "0.95",
+        "repeats": "1",
+        "spread": "1.00",
+    }
+    assert lines[4].count("-") == 6
+
+
+def test_mixed_loads_have_a_table_of_their_own(evals, rows, mixed_rows):
+    table = evals.table
+    both = [*mixed_rows, *rows]
+    assert table.medians(both) == table.medians(rows)
+    assert table.table_rows(both) == table.table_rows(rows)
+    assert table.mixed_table_rows(rows) == []
+    first, second = table.markdown(both).split("\n\n")
+    assert first == table.markdown(rows)
+    assert len(second.splitlines()) == 2 + 5
+    assert len({line.count("|") for line in second.splitlines()}) == 1
+
+
+def test_a_measurement_keeps_its_load(evals, monkeypatch, tmp_path):
+    serve = pytest.importorskip("vllm.benchmarks.serve")
+
+    async def main_async(args):
+        result = {
+            "completed": args.num_prompts,
+            "output_throughput": 5.0,
+            "start_times": [0.0, 1.0],
+            "latencies": [2.0, 2.0],
+            "rps_change_events": [{"rps": 2}],
+        }
+        if not args.save_detailed:
+            del result["start_times"]
+        return result
+
+    monkeypatch.setattr(serve, "main_async", main_async)
+    server = SimpleNamespace(
+        client=SimpleNamespace(base_url="http://127.0.0.1:1"),
+        spec=evals.servers.server_spec("tree-16", 1, options(evals)),
+    )
+    ramp = evals.mixed.Ramp(1, 4)
+    load = evals.load.Load(0.0, None, 2, 8, seed=0, ramp=ramp)
+    found = evals.load.measure(server, load, tmp_path / "p.jsonl", tmp_path / "log")
+    assert (found["server"], found["concurrency"]) == ("tree-16", None)
+    assert (found["load"], found["peak_in_flight"]) == ("ramp 1:4", 2)
+    assert "--ramp-up-start-rps 1 " in found["command"]
+    assert found["result"] == {"completed": 2, "output_throughput": 5.0}
+    load = evals.load.Load(0.0, 2, 2, 8, seed=0)
+    found = evals.load.measure(server, load, tmp_path / "p.jsonl", tmp_path / "log")
+    assert found["concurrency"] == 2 and "load" not in found
+
+
 def test_benchmark_gets_arguments_that_it_knows(evals, tmp_path):
     serve = pytest.importorskip("vllm.benchmarks.serve")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -183,6 +411,23 @@ def test_benchmark_gets_arguments_that_it_knows(evals, tmp_path):
     assert (args.dataset_name, args.custom_output_len) == ("custom", 192)
     assert args.skip_chat_template and args.disable_shuffle and args.ignore_eos
     assert args.extra_body == {"add_special_tokens": False, "seed": 2}
+    assert args.ramp_up_strategy is None
+    ramp = evals.mixed.Ramp(2, 128)
+    load = evals.load.Load(1.0, None, 256, 192, seed=2, ramp=ramp)
+    args = parser.parse_args(evals.load.bench_args(server, load, tmp_path / "p.jsonl"))
+    assert (args.num_prompts, args.max_concurrency) == (256, None)
+    # vLLM refuses a ramp beside a rate of one's own.
+    assert args.request_rate == float("inf")
+    strategy = args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps
+    assert strategy == ("exponential", 2, 128)
+    assert "e2el" in args.percentile_metrics
+    # The rate that vLLM makes of it: each doubling has as many requests.
+    rates = [
+        serve._get_current_request_rate(*strategy, index, 257, args.request_rate)
+        for index in range(0, 257, 64)
+    ]
+    assert rates[0] == 2 and rates[-1] == pytest.approx(128)
+    assert rates[2] == pytest.approx(16)
 
 
 def test_prompts_keep_system_messages_and_alternate_kinds(evals, tmp_path, monkeypatch):
@@ -221,6 +466,14 @@ def test_plots_are_written_as_png_and_svg(evals, rows, tmp_path):
         assert start.startswith(b"\x89PNG") or b"<?xml" in start
 
 
+def test_plots_leave_mixed_loads_out(evals, rows, mixed_rows):
+    pytest.importorskip("matplotlib")
+    assert evals.plots.figures({"run": mixed_rows}) == {}
+    made = evals.plots.figures({"run": [*rows, *mixed_rows]})
+    labels = {line.get_label() for axis in made["speedup"].axes for line in axis.lines}
+    assert labels == {"none", "chain", "tree-fixed"}
+
+
 class Page(HTMLParser):
     """Tags of a page, its text, and whether what was opened was closed."""
 
@@ -254,7 +507,7 @@ PROVENANCE = {
 }
 
 
-def test_page_compares_runs_and_loads_nothing(evals, rows, tmp_path):
+def test_page_compares_runs_and_loads_nothing(evals, rows, mixed_rows, tmp_path):
     pytest.importorskip("matplotlib")
     serving = {"kind": "serving", "provenance": PROVENANCE, "settings": {"repeats": 3}}
     difference = {"id": "item-7", "position": 2, "response": "a<b>", "baseline": "a\nc"}
@@ -276,9 +529,10 @@ def test_page_compares_runs_and_loads_nothing(evals, rows, tmp_path):
             },
         },
     }
-    for folder in ("before", "after"):
+    # A file from before there were mixed loads, and one with them.
+    for folder, found in (("before", rows), ("after", [*rows, *mixed_rows])):
         (tmp_path / folder).mkdir()
-        text = json.dumps({**serving, "rows": rows})
+        text = json.dumps({**serving, "rows": found})
         (tmp_path / folder / "serving.local.json").write_text(text)
     (tmp_path / "accuracy.json").write_text(json.dumps(accuracy))
     paths = [
@@ -293,10 +547,17 @@ def test_page_compares_runs_and_loads_nothing(evals, rows, tmp_path):
     page = Page(text)
     assert not page.open
     assert page.tags["svg"] == len(evals.plots.PLOTS) + 1
-    # Provenance, two serving runs, accuracy, its differences, acceptance.
-    assert page.tags["table"] == 6
+    # Provenance, two serving runs, a mixed load, accuracy, its differences, acceptance.
+    assert page.tags["table"] == 7
     words = " ".join(page.words)
-    for expected in ("before/serving", "item-7", "a<b>", "<wrong>", "tree 64"):
+    for expected in (
+        "before/serving",
+        "item-7",
+        "a<b>",
+        "<wrong>",
+        "tree 64",
+        "ramp 2:128",
+    ):
         assert expected in words
     assert all(link.startswith("#") for link in page.links)
     assert not re.search(r"@import|url\((?!#)", text)
