@@ -122,7 +122,15 @@ class Evaluation:
         if self.is_cpu:
             env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        return self._run_worker(model_args, env)
+        return self._run_worker(model_args, env | self._exact_products())
+
+    def _exact_products(self) -> dict[str, str]:
+        """Variables of an engine whose answers must be equal.
+
+        vLLM's fp32 attention on a GPU is Triton's, in TF32 unless told otherwise.
+        """
+        is_fp32 = self.config.dtype == "float32"
+        return {"TRITON_F32_DEFAULT": "ieee"} if is_fp32 else {}
 
     def _run_behind_server(self) -> dict[str, Any]:
         is_chat = self.config.backend == "local-chat-completions"
@@ -136,6 +144,7 @@ class Evaluation:
             speculative_config=self.speculative_config,
             max_model_len=max_model_len,
             extra_args=serve_flags(options),
+            variables=self._exact_products(),
         )
         log_path = self.log_dir / f"{self.name}-server.log"
         with VLLMServer(spec, log_path, _log) as server:

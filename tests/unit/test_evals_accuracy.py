@@ -220,6 +220,8 @@ def test_offline_worker_gets_the_engine(evals, tmp_path, monkeypatch):
     assert started["log"] == "tree.log"
     assert started["env"]["VLLM_DFLASH_CPU"] == "1"
     assert started["env"]["HF_ALLOW_CODE_EVAL"] == "0"
+    # fp32 answers must be equal.
+    assert started["env"]["TRITON_F32_DEFAULT"] == "ieee"
 
 
 @pytest.mark.parametrize("route", ["completions", "chat-completions"])
@@ -252,6 +254,7 @@ def test_worker_asks_a_server_that_has_the_engine(evals, tmp_path, monkeypatch, 
     [(spec, log_name)] = specs
     assert (spec.label, log_name) == ("tree", "tree-server.log")
     assert spec.max_model_len == 512
+    assert spec.variables == {"TRITON_F32_DEFAULT": "ieee"}
     assert spec.speculative_config == {"method": "dflash"}
     assert spec.extra_args == ["--dtype", "float32", "--max-num-seqs", "4"]
     model_args = started["job"]["model_args"]
