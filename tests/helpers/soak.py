@@ -46,13 +46,18 @@ class Answer:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
 
+    def departure(self, right: "Answer") -> int | None:
+        """Position of the first token that is another one."""
+        pairs = zip(self.tokens, right.tokens, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
     def difference(self, right: "Answer", is_finished: bool) -> str | None:
         """What is wrong with this answer, or None."""
         shared = len(self.tokens)
         if self.tokens != right.tokens[:shared]:
-            pairs = zip(self.tokens, right.tokens, strict=False)
-            place = next((i for i, (a, b) in enumerate(pairs) if a != b), "the end")
-            return f"another token at {place} of {len(right.tokens)}"
+            place = self.departure(right)
+            where = "the end" if place is None else place
+            return f"another token at {where} of {len(right.tokens)}"
         if not right.text.startswith(self.text):
             return f"text {self.text!r}, not {right.text!r}"
         if any(
@@ -87,6 +92,8 @@ class SoakResult:
     aborts: Counter = field(default_factory=Counter)
     finish_reasons: Counter = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
+    # Request, sample, position and token of each answer that left the right one.
+    departures: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def __str__(self) -> str:
         phases = ", ".join(f"{n} {phase}" for phase, n in sorted(self.aborts.items()))
@@ -219,6 +226,10 @@ class Soak:
                     f"{request.name}, sample {index}: {difference}; {request.options}"
                 )
                 self.report(f"DIFFERENCE {result.differences[-1]}")
+                place = ours.departure(theirs)
+                if place is not None:
+                    token = ours.tokens[place]
+                    result.departures.append((request.name, index, place, token))
         if result.num_requests % 100 == 0:
             self._count()
             self.report(str(result))
