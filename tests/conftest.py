@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -44,6 +45,8 @@ plugin.register_platform()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Who ends the tests ends the servers that they started too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # numpy reports what a GPU does silently.
     config.addinivalue_line(
         "filterwarnings", "ignore:overflow encountered:RuntimeWarning:triton"

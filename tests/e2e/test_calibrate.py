@@ -4,7 +4,7 @@
 import json
 
 import pytest
-from engines import engine
+from engines import engine, gpu_memory_args
 from tiny_models import write_draft, write_target
 from tiny_tokenizer import write_tokenizer
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -41,6 +41,7 @@ def test_the_next_engine_uses_what_was_measured(
     options += ["--context", "24"]
     vllm_options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     vllm_options += ["--block-size", "32", "--num-gpu-blocks-override", "64"]
+    vllm_options += gpu_memory_args()
     code = main(["calibrate", target, draft, *options, "--", *vllm_options])
     remove_tree_backends()
     cleanup_dist_env_and_memory()

@@ -6,12 +6,12 @@ near ties may flip between batch shapes, so an answer may leave the other at tho
 """
 
 import pytest
-from engines import engine, generate, params, token_ids, tree_config
+from engines import FP32_BACKEND, engine, generate, params, token_ids, tree_config
 from tiny_models import write_draft, write_target
 
 pytestmark = [pytest.mark.e2e, pytest.mark.gpu]
 
-FP32 = dict(dtype="float32", attention_backend="TRITON_ATTN", block_size=16)
+FP32 = dict(dtype="float32", attention_backend=FP32_BACKEND, block_size=16)
 
 
 def gpu_options(eager: bool, **kwargs):

@@ -47,8 +47,7 @@ def test_round_never_waits_for_the_device(
         params(24, temperature=t, seed=i, top_p=0.9)
         for i, t in enumerate((0.0, 1.0, 0.0, 0.7, 0.0, 1.0))
     ]
-    options = dict(enforce_eager=eager, gpu_memory_utilization=0.1)
-    options.update(dtype="bfloat16", max_num_batched_tokens=1024)
+    options = dict(enforce_eager=eager, dtype="bfloat16", max_num_batched_tokens=1024)
     with engine(tiny_target, tree_config(tiny_draft, budget=32), **options) as llm:
         # Compilation and first-use allocations may wait.
         generate(llm, prompts, mix)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import TREE_BUDGET
+from engines import TREE_BUDGET, gpu_memory
 from tiny_models import write_draft, write_target
 from tiny_tokenizer import write_tokenizer
 
@@ -65,6 +65,7 @@ def evaluate(
         "num_gpu_blocks_override": 256,
         "block_size": 32,
         "disable_log_stats": False,
+        **gpu_memory(),
     }
     if speculative_config is not None:
         model_args["speculative_config"] = speculative_config

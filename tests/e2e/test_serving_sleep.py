@@ -14,7 +14,7 @@ from stepper import DECODING, Stepper, num_free_blocks
 pytestmark = pytest.mark.e2e
 
 HAS_GPU = torch.cuda.is_available()
-OPTIONS = dict(enable_sleep_mode=True, gpu_memory_utilization=0.1) if HAS_GPU else {}
+OPTIONS = dict(enable_sleep_mode=True) if HAS_GPU else {}
 PROMPTS = random_prompts((35, 64, 60, 70), seed=61)
 MIX = [dict(), dict(temperature=1.0, seed=1), dict(repetition_penalty=1.2), dict()]
 

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENGINE_DEFAULTS, engine, generate, params, random_prompts, token_ids
+from engines import (
+    ENGINE_DEFAULTS,
+    engine,
+    generate,
+    gpu_memory,
+    params,
+    random_prompts,
+    token_ids,
+)
 from engines import tree_config as tree_of
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +41,8 @@ async def server(target: str, draft: str, monkeypatch: Any):
     from vllm.v1.engine.async_llm import AsyncLLM
 
     monkeypatch.setenv("PYTHONPATH", str(HELPERS))
-    options = {**ENGINE_DEFAULTS, **TIGHT, "disable_log_stats": True}
+    options = {**ENGINE_DEFAULTS, **gpu_memory(), **TIGHT}
+    options["disable_log_stats"] = True
     llm = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=target,

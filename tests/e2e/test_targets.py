@@ -4,8 +4,18 @@
 from typing import Any
 
 import pytest
-from engines import engine, generate, model_runner, params, token_ids, tree_config
-from tiny_models import NUM_LAYERS, write_target
+import torch
+from engines import (
+    FP32_BACKEND,
+    engine,
+    generate,
+    params,
+    target_attention,
+    token_ids,
+    tree_config,
+    window_of,
+)
+from tiny_models import write_target
 
 pytestmark = pytest.mark.e2e
 
@@ -32,12 +42,6 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-def attention_layers(llm: Any) -> list[Any]:
-    """The target's attention layers, in order."""
-    context = model_runner(llm).vllm_config.compilation_config.static_forward_context
-    return [context[f"model.layers.{i}.self_attn.attn"] for i in range(NUM_LAYERS)]
-
-
 SAMPLING = [
     dict(),
     dict(temperature=1.0, seed=21),
@@ -59,13 +63,16 @@ def test_greedy_and_seeded_tokens_equal_no_speculation(
     for prompt, tokens in zip(prompts, expected, strict=True):
         rig.add_reference(prompt, tokens)
     with engine(target, tree_config(tiny_draft)) as llm:
-        windows = [a.impl.sliding_window for a in attention_layers(llm)]
+        layers = target_attention(llm)
+        windows = [window_of(layer) for layer in layers]
+        backends = {layer.attn_backend.get_name() for layer in layers}
         got = token_ids(generate(llm, prompts, options))
     assert got == expected
     # The configs did what they say.
     layer_types = TARGETS[name].get("layer_types", ["sliding_attention"] * 3)
-    window = TARGETS[name].get("sliding_window", -1)
-    assert windows == [window if "sliding" in t else -1 for t in layer_types]
+    window = TARGETS[name].get("sliding_window")
+    assert windows == [window if "sliding" in t else None for t in layer_types]
+    assert backends == {FP32_BACKEND if torch.cuda.is_available() else "CPU_ATTN"}
     assert all(len(set(tokens)) > 10 for tokens in expected)
     assert rig.mean_tokens > 2
     assert rig.num_branching_paths > 20

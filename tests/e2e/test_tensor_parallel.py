@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ENGINE_DEFAULTS, generate, params, random_prompts, token_ids
+from engines import (
+    ENGINE_DEFAULTS,
+    generate,
+    gpu_memory,
+    params,
+    random_prompts,
+    token_ids,
+)
 from engines import tree_config as tree_of
 
 from vllm_dflash.metrics.tree_dump import read_dump
@@ -55,7 +62,7 @@ def two_ranks(target: str, **options: Any):
         model=target,
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
-        **{**ENGINE_DEFAULTS, **options},
+        **{**ENGINE_DEFAULTS, **gpu_memory(), **options},
     )
     try:
         yield llm
@@ -136,6 +143,7 @@ def test_data_parallel_engines(tiny_target, tiny_draft, greedy_reference, prompt
                 data_parallel_size=2,
                 speculative_config=tree_of(tiny_draft),
                 **ENGINE_DEFAULTS,
+                **gpu_memory(),
             )
         )
         try:

@@ -13,6 +13,7 @@ from engines import (
     chain_config,
     engine,
     generate,
+    gpu_memory,
     params,
     token_ids,
     tree_config,
@@ -53,7 +54,7 @@ def test_both_backends_give_the_targets_greedy_answers(
 ):
     # Set, so that the backend leaves the plugins of this process alone.
     monkeypatch.setenv("VLLM_PLUGINS", "dflash,dflash_cpu")
-    options = GenerationOptions(batch_size=4)
+    options = GenerationOptions(batch_size=4, engine_args=gpu_memory())
     sampling = Sampling(0.0, 32, 0.0, 0)
     hf = TransformersBackend(tiny_target, torch.float32, CPU, [], options)
     assert hf.generate(prompts, sampling) == greedy_reference

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tiny_models import NUM_LAYERS
 
 TREE_BUDGET = 16
 
@@ -22,6 +23,31 @@ ENGINE_DEFAULTS: dict[str, Any] = dict(
     seed=0,
     disable_log_stats=False,
 )
+
+
+# vLLM's only choice for fp32 that trees know on a GPU. Exact only with the
+# TRITON_F32_DEFAULT that conftest.py sets.
+FP32_BACKEND = "TRITON_ATTN"
+
+
+def gpu_memory() -> dict[str, Any]:
+    """What an engine of a test takes of a GPU: little, and the same beside others.
+
+    vLLM's default is nine tenths of all memory; and where it measures what is left, it
+    insists that no other process frees memory meanwhile.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    return dict(gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 28)
+
+
+def gpu_memory_args() -> list[str]:
+    """The same as options of a command."""
+    return [
+        word
+        for name, value in gpu_memory().items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 def tree_config(draft: str, **ddtree: Any) -> dict[str, Any]:
@@ -46,11 +72,9 @@ def engine(
 
     from vllm_dflash.attention.registry import remove_tree_backends
 
-    options = {**ENGINE_DEFAULTS, **kwargs}
-    if torch.cuda.is_available():
-        # Without it vLLM insists that no other process frees memory while it starts.
-        options.setdefault("kv_cache_memory_bytes", 1 << 28)
-        options.setdefault("gpu_memory_utilization", 0.1)
+    options = {**ENGINE_DEFAULTS, **gpu_memory(), **kwargs}
+    if torch.cuda.is_available() and options["dtype"] == "float32":
+        options.setdefault("attention_backend", FP32_BACKEND)
     if speculative_config is not None:
         options["speculative_config"] = speculative_config
     # An engine collects garbage a dozen times at its start, 0.3 s each over everything
@@ -104,3 +128,22 @@ def model_runner(llm: Any) -> Any:
     """The worker's Model Runner V2 of an in-process engine."""
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     return executor.driver_worker.worker.model_runner
+
+
+def target_attention(llm: Any) -> list[Any]:
+    """The target's attention layers of an in-process engine, in order."""
+    context = model_runner(llm).vllm_config.compilation_config.static_forward_context
+    return [context[f"model.layers.{i}.self_attn.attn"] for i in range(NUM_LAYERS)]
+
+
+def window_of(layer: Any) -> int | None:
+    """Tokens that a row of an attention layer sees, itself included; None: all.
+
+    On a GPU an implementation keeps how far it sees to the left and to the right, on
+    the CPU the size; -1 is no limit.
+    """
+    window = layer.impl.sliding_window
+    if isinstance(window, tuple):
+        left, _ = window
+        return None if left < 0 else left + 1
+    return None if window in (None, -1) else window

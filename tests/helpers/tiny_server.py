@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines import gpu_memory_args
 from tiny_models import write_draft, write_target
 from tiny_tokenizer import write_tokenizer
 
@@ -19,7 +20,11 @@ from vllm_dflash.demo.serve import ServerSpec, VLLMServer, free_port
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MAX_MODEL_LEN = 1024
 SERVED_NAME = "tiny"
-_ARGS = ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "256")
+_ARGS = (
+    *("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "256"),
+    # vLLM's default on a GPU would make it capture graphs of dozens of batch sizes.
+    *("--max-num-seqs", "8"),
+)
 
 
 def write_pair(folder: Path) -> ModelPair:
@@ -52,7 +57,7 @@ def tiny_server(
         speculative_config=speculative_config,
         with_plugin=with_plugin,
         max_model_len=MAX_MODEL_LEN,
-        extra_args=[*_ARGS, *extra_args],
+        extra_args=[*_ARGS, *gpu_memory_args(), *extra_args],
     )
     log_path = folder / f"server-{spec.port}.log"
     with VLLMServer(spec, log_path, lambda text: None) as server:

@@ -186,6 +186,23 @@ def test_what_the_device_counts_late_is_not_lost(config, monkeypatch):
     folder.close()
 
 
+def test_a_round_that_ends_late_is_timed(config, monkeypatch):
+    """Its draft may take longer than the reader waits twice."""
+    folder = exchange.FrontEndFolder()
+    clock = StageClock(torch.device("cpu"))
+    _, worker = publishing(config, monkeypatch, clock, interval_s=0.02)
+    name = STAGE_TIME.name + "_count"
+    clock.begin()
+    worker.round_done()
+    assert wait_for(lambda: (name, "draft") in scrape(REGISTRY))
+    # Many times, with nothing new.
+    time.sleep(0.3)
+    clock.mark("draft")
+    clock.end()
+    assert wait_for(lambda: scrape(REGISTRY)[name, "draft"] == 1)
+    folder.close()
+
+
 def test_nothing_is_published_or_started_without_statistics(config, monkeypatch):
     monkeypatch.setattr(
         publisher.threading, "Thread", lambda **kwargs: pytest.fail("a thread")

@@ -33,6 +33,20 @@ class Backend(Protocol):
         """Return one response a prompt, with the token that ended it."""
 
 
+def vllm_device() -> torch.device:
+    """Return what vLLM will run on; to be asked before anything else of CUDA.
+
+    vLLM forks its engine's process. Nothing may have asked torch's CUDA library by
+    then, not even whether there is a device, or the fork can't use it. vLLM asks the
+    driver, and once it is imported torch does so too.
+    """
+    # Generation needs neither drafts nor this project's plugin.
+    os.environ.setdefault("VLLM_PLUGINS", "")
+    from vllm.platforms import current_platform
+
+    return torch.device("cpu" if current_platform.is_cpu() else "cuda")
+
+
 class VllmBackend:
     """The engine that will serve: no padding, continuous batching."""
 
@@ -44,25 +58,24 @@ class VllmBackend:
         stop_ids: list[int],
         options: GenerationOptions,
     ):
-        # Generation needs neither drafts nor this project's plugin.
-        os.environ.setdefault("VLLM_PLUGINS", "")
-        is_cpu = not torch.cuda.is_available()
+        is_cpu = vllm_device().type == "cpu"
         if is_cpu:
             # In GiB. vLLM's default is half of the memory.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         from vllm import LLM
 
         self.stop_ids = stop_ids
-        self.llm = LLM(
-            model=target,
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_length,
-            max_num_seqs=options.batch_size,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            skip_tokenizer_init=True,
-            enforce_eager=is_cpu,
-            seed=0,
-        )
+        engine_args: dict[str, Any] = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": max_length,
+            "max_num_seqs": options.batch_size,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "skip_tokenizer_init": True,
+            "enforce_eager": is_cpu,
+            "seed": 0,
+            **options.engine_args,
+        }
+        self.llm = LLM(model=target, **engine_args)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
         """See `Backend`."""

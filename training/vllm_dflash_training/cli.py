@@ -90,12 +90,19 @@ def _generate(config: RunConfig, heldout: HeldOut, args: argparse.Namespace) -> 
                 "generation.backend: transformers to go without the engine",
             )
         return
-    from vllm_dflash_training.backends import TransformersBackend, VllmBackend
+    from vllm_dflash_training.backends import (
+        TransformersBackend,
+        VllmBackend,
+        vllm_device,
+    )
     from vllm_dflash_training.target import pick_dtype, target_folder
     from vllm_dflash_training.tokenise import ChatTokens
 
-    target, device = target_folder(config.target), find_device()
-    dtype, options = pick_dtype(config.target_dtype, device), config.generation
+    options = config.generation
+    # First of all: the tokenizer is of a library that knows CUDA too.
+    device = vllm_device() if options.backend == "vllm" else find_device()
+    dtype = pick_dtype(config.target_dtype, device)
+    target = target_folder(config.target)
     tokens = ChatTokens(target)
     stops = tokens.stop_ids(_hf_config(target))
     if options.backend == "vllm":

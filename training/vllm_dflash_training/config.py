@@ -83,6 +83,7 @@ class GenerationOptions:
         backend: vLLM's offline engine, or `generate` of transformers.
         batch_size: Requests at once: `max_num_seqs`, or rows of a padded batch.
         time_limit_s: No shard is begun later than this after the start.
+        engine_args: More arguments of `vllm.LLM`, as `tensor_parallel_size`; they win.
     """
 
     backend: Literal["vllm", "transformers"] = "vllm"
@@ -93,6 +94,7 @@ class GenerationOptions:
     shard_size: int = 4096
     time_limit_s: float | None = None
     gpu_memory_utilization: float = 0.6
+    engine_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,10 @@ def _value(hint: Any, value: Any, place: str) -> Any:
     if origin is Literal:
         if value not in typing.get_args(hint):
             raise _wrong(place, value, typing.get_args(hint))
+        return value
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _wrong(place, value, "a mapping")
         return value
     if origin is list:
         if not isinstance(value, list):

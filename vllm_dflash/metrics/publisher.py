@@ -107,8 +107,10 @@ class CounterPublisher:
             self._clock.collect()
             self._summary_table.write(STAGE_TIME, self._clock.seconds, "_sum")
             self._summary_table.write(STAGE_TIME, self._clock.counts, "_count")
-        # The host counts a round when it is launched: the device may be behind.
-        self._published_rounds, self._is_settled = rounds, is_idle
+        # The host counts a round when it is launched: the device may be behind, and a
+        # timed round goes on until the next draft is made.
+        is_timed = self._clock is None or not self._clock.is_behind
+        self._published_rounds, self._is_settled = rounds, is_idle and is_timed
 
     def _read_counts(self) -> list[int]:
         if self._rank_counts.device.type != "cuda":

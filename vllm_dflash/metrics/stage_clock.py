@@ -31,6 +31,11 @@ class StageClock:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.counts = dict.fromkeys(STAGES, 0)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a round has begun that is not in the totals."""
+        return self._marks is not None or bool(self._pending)
+
     def begin(self) -> None:
         """Start timing a round; one that never ended is dropped."""
         self._marks = None
