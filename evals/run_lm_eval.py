@@ -45,6 +45,7 @@ from vllm_dflash.demo.serve import (
     ServerError,
     ServerSpec,
     VLLMServer,
+    describe_log,
     free_port,
 )
 
@@ -240,8 +241,7 @@ def _run_process(command: list[str], env: dict[str, str], log_path: Path) -> Non
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if returncode != 0:
-        tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-25:])
-        _log(f"{tail}\nThe whole log: {log_path}")
+        _log(describe_log(log_path))
         raise subprocess.CalledProcessError(returncode, command)
 
 

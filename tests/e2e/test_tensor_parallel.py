@@ -58,12 +58,16 @@ def two_ranks(target: str, **options: Any):
     from vllm import LLM
 
     # On the CPU a single worker would run in the test's process; two never do.
-    llm = LLM(
-        model=target,
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-        **{**ENGINE_DEFAULTS, **gpu_memory(), **options},
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.cuda.is_available():
+            # A process that has asked for GPUs can't use them in a fork.
+            patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        llm = LLM(
+            model=target,
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            **{**ENGINE_DEFAULTS, **gpu_memory(), **options},
+        )
     try:
         yield llm
     finally:

@@ -152,12 +152,7 @@ class VLLMServer:
 
     def describe_log(self) -> str:
         """Return the cause of the server's end, its last lines and where the log is."""
-        with self.log_path.open(encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines()
-        causes = [line for line in lines if _CAUSE.search(line)]
-        cause = f"The cause:\n{causes[0]}\n" if causes else ""
-        tail = "\n".join(lines[-15:])
-        return f"{cause}Its last lines:\n{tail}\nThe whole log: {self.log_path}"
+        return describe_log(self.log_path)
 
     def _wait_until_healthy(self) -> None:
         assert self._process is not None
@@ -210,6 +205,15 @@ def require_free_port(port: int) -> None:
                 f"port {port} of {HOST} can't be used ({error.strerror}). Any free "
                 f"port is allowed. Type: --port {port + 1}"
             ) from error
+
+
+def describe_log(path: Path) -> str:
+    """Return what ended an engine, by its log; the last lines, and where the log is."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    causes = [line for line in lines if _CAUSE.search(line)]
+    cause = f"The cause:\n{causes[0]}\n" if causes else ""
+    tail = "\n".join(lines[-15:])
+    return f"{cause}Its last lines:\n{tail}\nThe whole log: {path}"
 
 
 def free_port() -> int:
