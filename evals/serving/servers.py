@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers of a serving benchmark: started together, measured in turn."""
 
+import os
 import re
 import sys
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from vllm_dflash.demo.pair import ModelPair
 from vllm_dflash.demo.serve import ServerSpec, VLLMServer, free_port
 from vllm_dflash.errors import option_error
 
+# Engine, front end and what they start; and the load generator.
+MIN_SERVER_CORES, CLIENT_CORES = 3, 2
 SERVERS = ("none", "chain", "tree-fixed", "tree-auto")
 
 
@@ -114,6 +118,20 @@ def server_spec(name: str, port: int, options: ServingOptions) -> ServerSpec:
     )
 
 
+def core_sets(num_servers: int, cores: Collection[int]) -> list[set[int]] | None:
+    """Return cores of their own for each server; None if they are too few.
+
+    A small model waits for its host. Which cores a process happens to share, and with
+    whom, then decides between servers, and for as long as they run.
+    """
+    share = (len(cores) - CLIENT_CORES) // num_servers
+    if share < MIN_SERVER_CORES:
+        return None
+    # From the end: what else runs on a machine is often on the first ones.
+    ordered = sorted(cores, reverse=True)
+    return [set(ordered[i * share : (i + 1) * share]) for i in range(num_servers)]
+
+
 class ServerWave:
     """Servers by name, all running; a context manager that ends them."""
 
@@ -137,10 +155,18 @@ class ServerWave:
         servers = list(self.servers.values())
         for server in servers:
             self._stack.callback(server.stop)
+        available = os.sched_getaffinity(0)
+        cores = core_sets(len(servers), available)
+
+        def start(index: int) -> None:
+            # Of this thread; the server inherits it.
+            os.sched_setaffinity(0, available if cores is None else cores[index])
+            servers[index].__enter__()
+
         # Starting is CPU work that the servers do side by side.
         with ThreadPoolExecutor(len(servers)) as pool:
             try:
-                list(pool.map(VLLMServer.__enter__, servers))
+                list(pool.map(start, range(len(servers))))
             except BaseException:
                 # Ends the waiting of the other threads too, which the pool waits for.
                 self._stack.close()

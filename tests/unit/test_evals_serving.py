@@ -144,6 +144,47 @@ def test_tree_configs_are_accepted_by_the_plugin(evals, is_cpu):
     assert len(fixed) < len(auto)
 
 
+def test_servers_have_cores_of_their_own(evals):
+    core_sets = evals.servers.core_sets
+    sets = core_sets(4, range(10, 42))
+    assert [len(cores) for cores in sets] == [7] * 4
+    assert len(set.union(*sets)) == 28
+    # Two are left for the client, and those that don't divide.
+    assert set.union(*sets).isdisjoint({10, 11, 12, 13})
+    assert core_sets(5, range(16)) is None
+    assert core_sets(4, range(14)) == [{13, 12, 11}, {10, 9, 8}, {7, 6, 5}, {4, 3, 2}]
+
+
+def test_servers_start_on_their_cores(evals, tmp_path, monkeypatch):
+    import os
+
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr(evals.servers, "MIN_SERVER_CORES", 1)
+    monkeypatch.setattr(evals.servers, "CLIENT_CORES", 0)
+    started = {}
+
+    class Server:
+        def __init__(self, spec, log_path, log):
+            self.name = spec.label
+
+        def __enter__(self):
+            started[self.name] = os.sched_getaffinity(0)
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(evals.servers, "VLLMServer", Server)
+    with evals.servers.ServerWave(["none"], options(evals), tmp_path, print):
+        assert started == {"none": set(cores)}
+        # The client stays where it was.
+        assert sorted(os.sched_getaffinity(0)) == cores
+    started.clear()
+    names = ["none", "chain"]
+    with evals.servers.ServerWave(names, options(evals), tmp_path, print):
+        expected = evals.servers.core_sets(2, cores)
+        assert list(map(started.get, names)) == (expected or [set(cores)] * 2)
+
+
 @pytest.mark.parametrize("name", ["tree", "tree-0", "tree-016", "tree-", "tree-1.5"])
 def test_unknown_server_is_named(evals, name):
     message = f"'{name}'.*none, chain.*tree-N.*--servers"
