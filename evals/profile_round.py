@@ -3,12 +3,17 @@
 
     python evals/profile_round.py chain,47 --batch 1
     python evals/profile_round.py chain,auto --target TARGET --draft DRAFT
+    python evals/profile_round.py none,chain,47 --batch 1 --arrivals 60
 
 Runs each engine (``none``, ``chain``, ``auto`` or a fixed budget) in a process, of
 Qwen3-8B's shape with dummy weights unless a pair is given, and prints milliseconds a
 step, microseconds per step by kernel, the host functions with the most time of their
 own, and which CUDA graph served each step. The engines start together and run one
 after another. Host times are inflated by the profiler: compare engines only.
+
+With ``--arrivals N`` a new request of N prompt tokens, which ends after its first
+token, joins before every step while the batch runs: every step then mixes a prefill
+with the rows of the batch, and the report is about mixed steps.
 """
 
 import argparse
@@ -33,6 +38,8 @@ from engine_wave import announce_done, announce_ready, report, run_wave
 from model_shapes import write_qwen3_8b
 
 WARMUP_STEPS, PROFILED_STEPS = 15, 20
+# Requests of one step each that an engine which schedules ahead holds at a time.
+ARRIVALS_UNDER_WAY = 4
 
 
 class Engine:
@@ -54,24 +61,39 @@ class Engine:
             model=target,
             skip_tokenizer_init=True,
             max_model_len=2048,
-            max_num_seqs=max(8, args.batch),
+            max_num_seqs=max(8, args.batch + bool(args.arrivals) * ARRIVALS_UNDER_WAY),
             max_num_batched_tokens=8192,
             gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=4 << 30,
             **options,
         ).llm_engine
-        rng = random.Random(1)
-        self.prompts = [
-            [rng.randrange(10, 40000) for _ in range(args.context)]
-            for _ in range(args.batch)
-        ]
+        self.rng = random.Random(1)
+        self.prompts = [self._random_prompt(args.context) for _ in range(args.batch)]
+        self.arrivals = args.arrivals
         self.request_id = 0
 
     def run(self, max_tokens: int, on_step=lambda step: None) -> list[float]:
         """Return the time of each step in milliseconds, prefill and tail left out."""
+        batch = {self._add(prompt, max_tokens) for prompt in self.prompts}
+        times, step = [time.perf_counter()], 0
+        while self.engine.has_unfinished_requests():
+            on_step(step)
+            is_joined = self.arrivals > 0 and len(batch) == len(self.prompts)
+            if is_joined:
+                self._add(self._random_prompt(self.arrivals), 1)
+            ended = {out.request_id for out in self.engine.step() if out.finished}
+            batch -= ended
+            # Nobody joins once a request of the batch has ended: that is the tail.
+            if is_joined or not self.arrivals:
+                times.append(time.perf_counter())
+            step += 1
+        return [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)][8:-3]
+
+    def _add(self, prompt: list[int], max_tokens: int) -> str:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        self.request_id += 1
         params = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
@@ -79,18 +101,12 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        for prompt in self.prompts:
-            self.request_id += 1
-            self.engine.add_request(
-                str(self.request_id), {"prompt_token_ids": prompt}, params
-            )
-        times, step = [time.perf_counter()], 0
-        while self.engine.has_unfinished_requests():
-            on_step(step)
-            self.engine.step()
-            times.append(time.perf_counter())
-            step += 1
-        return [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)][8:-3]
+        name = str(self.request_id)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name
+
+    def _random_prompt(self, length: int) -> list[int]:
+        return [self.rng.randrange(10, 40000) for _ in range(length)]
 
 
 def profile_device(engine: Engine, max_tokens: int) -> None:
@@ -148,9 +164,10 @@ def profile_engine(args: argparse.Namespace) -> None:
         engine.run(args.max_tokens)
         steps = sorted(engine.run(args.max_tokens))
         low, high = (steps[len(steps) * part // 10] for part in (1, 9))
+        arrivals = f" and {args.arrivals} tokens that join" if args.arrivals else ""
         print(
-            f"== {args.engine}, batch {args.batch}: {statistics.median(steps):.3f} ms "
-            f"a step (p10 {low:.3f}, p90 {high:.3f})"
+            f"== {args.engine}, batch {args.batch}{arrivals}: "
+            f"{statistics.median(steps):.3f} ms a step (p10 {low:.3f}, p90 {high:.3f})"
         )
         profile_device(engine, args.max_tokens)
         profile_host(engine, args.max_tokens)
@@ -164,6 +181,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--max-tokens", type=int, default=60)
+    parser.add_argument(
+        "--arrivals",
+        type=int,
+        default=0,
+        metavar="N",
+        help="a request of N prompt tokens joins in every step",
+    )
     parser.add_argument("--target", help="a real pair instead of dummy weights")
     parser.add_argument("--draft")
     parser.add_argument("--engine", help=argparse.SUPPRESS)

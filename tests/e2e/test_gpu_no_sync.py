@@ -39,6 +39,7 @@ def test_round_never_waits_for_the_device(
 
         monkeypatch.setattr(cls, name, watched)
 
+    watch(DDTreeModelState, "add_request")
     watch(DDTreeModelState, "preprocess_state")
     watch(DDTreeModelState, "prepare_attn")
     watch(TreeRejectionSampler, "__call__")
@@ -55,3 +56,4 @@ def test_round_never_waits_for_the_device(
         generate(llm, prompts, mix)
         armed = False
     assert calls["propose"] >= calls["__call__"] > 10
+    assert calls["add_request"] >= len(prompts)

@@ -145,6 +145,32 @@ def test_workspace_is_reused_and_checked(device):
         batch.run(workspace=small, num_splits=4)
 
 
+def test_one_split_is_no_other_kernel(device, monkeypatch):
+    """Triton compiles a kernel for the dtypes of its pointers."""
+    from vllm_dflash_kernels.tree_attention import launch as launch_module
+
+    kernel, seen = launch_module.tree_attention_kernel, []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            def run(*args, **options):
+                pointers = [arg.dtype for arg in args if isinstance(arg, torch.Tensor)]
+                seen.append((grid[1], pointers))
+                return kernel[grid](*args, **options)
+
+            return run
+
+    monkeypatch.setattr(launch_module, "tree_attention_kernel", Recorder())
+    batch = Batch([tree(200, TREE7)], device, dtype=torch.float16)
+    workspace = TreeAttentionWorkspace.allocate(batch.shape[2], device)
+    for num_splits in (1, 3):
+        out = batch.run("triton", workspace=workspace, num_splits=num_splits)
+        check(f"{num_splits} splits", batch.expected(), out)
+    (one, pointers_of_one), (three, pointers_of_three) = seen
+    assert (one, three) == (1, 3)
+    assert pointers_of_one == pointers_of_three
+
+
 def test_offsets_beyond_int32(device):
     """Block 2101 of 1 MiB blocks starts behind 2**31 elements; memory is untouched."""
     batch = Batch([tree(3, TREE7)], device, head_size=64, fp8=True)

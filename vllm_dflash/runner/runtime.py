@@ -40,7 +40,7 @@ class TreeRuntime:
 
     def require_chain(self, slot: int) -> None:
         """The request that has just taken the slot needs a linear history."""
-        self.trees.chain_only[slot] = 1
+        self.trees.require_chain(slot)
 
 
 # Keyed like AttentionContext: every copy of an engine's config shares that dict.

@@ -74,5 +74,11 @@ class DraftTreeBuffers:
 
     def reset_slot(self, slot: int, chain_only: bool) -> None:
         """Forget the tree of a slot that a new request takes over."""
-        self.num_nodes[slot] = 0
-        self.chain_only[slot] = int(chain_only)
+        # Slices: a number put into one element of a CUDA tensor is a copy that waits
+        # for the device, one put into a slice is a fill that does not.
+        self.num_nodes[slot : slot + 1] = 0
+        self.chain_only[slot : slot + 1] = int(chain_only)
+
+    def require_chain(self, slot: int) -> None:
+        """Lay out the trees of the slot's request as chains from now on."""
+        self.chain_only[slot : slot + 1] = 1

@@ -68,19 +68,20 @@ def launch_tree_attention(
     if launch_pdl is None:
         launch_pdl = capability >= _PDL_CAPABILITY and query.is_cuda
 
+    num_rows = num_reqs * num_kv_heads * plan.num_splits * rows
+    if workspace is None and plan.num_splits > 1:
+        workspace = TreeAttentionWorkspace.of_rows(num_rows, head_size, query.device)
     partial = lse = query
-    if plan.num_splits > 1:
-        num_rows = num_reqs * num_kv_heads * plan.num_splits * rows
-        if workspace is None:
-            workspace = TreeAttentionWorkspace.of_rows(
-                num_rows, head_size, query.device
-            )
+    if workspace is not None:
+        # With one split too, which does not use it: pointers of another dtype would be
+        # another kernel, compiled by the first step without a graph that needs it.
         partial, lse = workspace.partial, workspace.lse
-        if lse.numel() < num_rows or partial.numel() < num_rows * head_size:
-            raise ValueError(
-                f"The workspace is too small (got {lse.numel()} rows, need {num_rows})."
-                " Allocate it for this many requests, this width and this max_seq_len."
-            )
+    is_small = lse.numel() < num_rows or partial.numel() < num_rows * head_size
+    if plan.num_splits > 1 and is_small:
+        raise ValueError(
+            f"The workspace is too small (got {lse.numel()} rows, need {num_rows})."
+            " Allocate it for this many requests, this width and this max_seq_len."
+        )
     fp8 = key_cache.dtype == torch.uint8
     scaled = fp8 and k_scale is not None
     head_pad = next_power_of_2(head_size)

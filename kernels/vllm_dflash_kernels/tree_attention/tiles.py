@@ -8,6 +8,7 @@ of time for each architecture and compare its shared memory with the estimate he
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from ..dispatch import cdiv, next_power_of_2
@@ -18,6 +19,8 @@ MAX_SPLITS = 32
 MAX_WAVES = 2
 # A batch that fills the machine without splits still cuts a request longer than this.
 LONG_KEYS = 8192
+# Choices remembered: a step without a graph asks for the same one in every layer.
+_MAX_PLANS = 1024
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 # Largest shared memory of one program in KB, by compute capability.
 SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -139,6 +142,7 @@ def all_tiles(head_size: int, shared_kb: int, full_precision: bool) -> list[Tile
     return [tile for _, tile in TILE_TABLE[head_pad, shared_kb]]
 
 
+@functools.lru_cache(_MAX_PLANS)
 def select_tile(
     rows: int, head_size: int, shared_kb: int, *, full_precision: bool = False
 ) -> Tile:
@@ -161,6 +165,7 @@ def select_tile(
     return replace(tile, tail_m=tail)
 
 
+@functools.lru_cache(_MAX_PLANS)
 def plan_splits(
     num_reqs: int,
     num_kv_heads: int,
