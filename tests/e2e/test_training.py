@@ -5,6 +5,13 @@ A draft that was trained on other context than it is served with still loads and
 lossless, so only these comparisons show it.
 """
 
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
 from draft_records import record_drafts
@@ -18,8 +25,17 @@ from engines import (
     token_ids,
     tree_config,
 )
-from tiny_models import BLOCK_SIZE
-from training_runs import CPU, load_target, tiny_config, tiny_responses, trainer
+from tiny_models import BLOCK_SIZE, MASK_TOKEN, write_target
+from tiny_tokenizer import write_tokenizer
+from training_runs import (
+    CPU,
+    ROOT,
+    answer,
+    load_target,
+    tiny_config,
+    tiny_responses,
+    trainer,
+)
 
 from vllm_dflash_training.backends import (
     Sampling,
@@ -57,21 +73,89 @@ def test_both_backends_give_the_targets_greedy_answers(
     options = GenerationOptions(batch_size=4, engine_args=gpu_memory())
     sampling = Sampling(0.0, 32, 0.0, 0)
     hf = TransformersBackend(tiny_target, torch.float32, CPU, [], options)
-    assert hf.generate(prompts, sampling) == greedy_reference
+    assert answer(hf, prompts, sampling) == greedy_reference
     stop = greedy_reference[0][9]
     hf.stop_ids = [stop]
-    answers = hf.generate(prompts, sampling)
+    answers = answer(hf, prompts, sampling)
     assert answers[0] == greedy_reference[0][: greedy_reference[0].index(stop) + 1]
     from vllm.distributed import cleanup_dist_env_and_memory
 
     backend = VllmBackend(tiny_target, torch.float32, 256, [stop], options)
     try:
-        assert backend.generate(prompts, sampling) == answers
-        warm = backend.generate(prompts, Sampling(1.0, 32, 0.0, 7))
-        assert warm == backend.generate(prompts, Sampling(1.0, 32, 0.0, 7)) != answers
+        assert answer(backend, prompts, sampling) == answers
+        warm = answer(backend, prompts, Sampling(1.0, 32, 0.0, 7))
+        assert warm == answer(backend, prompts, Sampling(1.0, 32, 0.0, 7)) != answers
     finally:
         backend.llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+def generation_run(folder: Path, target: str) -> list[str]:
+    """A command that generates, greedily and with seeds, own prompts included."""
+    options = dict(
+        target=target,
+        draft=dict(num_layers=1, block_size=BLOCK_SIZE, mask_token_id=MASK_TOKEN),
+        prompts=dict(
+            synthetic=24, self_generated=dict(count=20, max_tokens=48), max_tokens=160
+        ),
+        generation=dict(
+            passes=[dict(temperature=0.0), dict(temperature=0.7, share=0.5)],
+            max_tokens=64,
+            min_p=0.05,
+            batch_size=16,
+            shard_size=4,
+            # Less than that many prompts, so that some have to wait for their prefill.
+            engine_args=dict(max_num_batched_tokens=400, **gpu_memory()),
+        ),
+        evaluation=dict(limit=4, max_tokens=8),
+        work_dir=str(folder),
+        target_dtype="float32",
+    )
+    config = folder.with_suffix(".yaml")
+    config.write_text(json.dumps(options))
+    command = [sys.executable, str(ROOT / "scripts/train_draft.py")]
+    command += ["--config", str(config), "--stages", "prompts,generate"]
+    # With the runner that vLLM picks, as in a run that nobody tests.
+    unset = ["-u", "VLLM_USE_V2_MODEL_RUNNER", "-u", "VLLM_DFLASH_CPU"]
+    return ["env", *unset, "VLLM_PLUGINS=", *command]
+
+
+def engine_process(parent: int, index: int) -> psutil.Process | None:
+    for child in psutil.Process(parent).children(recursive=True):
+        if f"--engine={index}" in child.cmdline():
+            return child
+    return None
+
+
+def test_two_engines_write_what_one_does_also_when_one_is_killed(tmp_path):
+    # Many tokens end an answer, or no own prompt would have an end.
+    ends = [2, *range(300, 330)]
+    target = write_target(tmp_path / "target", eos_token_id=ends)
+    write_tokenizer(target)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    one, two = (generation_run(folder, target) for folder in folders)
+    subprocess.run(one, check=True, timeout=200)
+    engines = [*two, "--set", "generation.engines=2"]
+    first = subprocess.Popen(engines, stderr=subprocess.PIPE, text=True)
+    # A shard of the second engine.
+    mine = folders[1] / "data/responses-00000-1.jsonl"
+    while not mine.exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    engine_process(first.pid, 1).kill()
+    _, log = first.communicate(timeout=60)
+    assert first.returncode == 2
+    assert "error: engine 1 ended with exit code -9" in log
+    expected, found = (
+        {path.name: path.read_bytes() for path in (folder / "data").glob("*.jsonl")}
+        for folder in folders
+    )
+    assert len(found) < len(expected)
+    subprocess.run(engines, check=True, timeout=200)
+    found = {p.name: p.read_bytes() for p in (folders[1] / "data").glob("*.jsonl")}
+    assert found == expected
+    rows = [row for name in expected for row in expected[name].splitlines()]
+    assert len(set(rows)) > 60
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])

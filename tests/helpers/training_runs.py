@@ -11,7 +11,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "training")]
 
-from vllm_dflash_training.backends import Sampling, TransformersBackend  # noqa: E402
+from vllm_dflash_training.backends import (  # noqa: E402
+    Backend,
+    Job,
+    Sampling,
+    TransformersBackend,
+)
 from vllm_dflash_training.config import (  # noqa: E402
     DraftOptions,
     GenerationOptions,
@@ -31,12 +36,21 @@ def load_target(path: str) -> Target:
     return Target(path, torch.float32, CPU)
 
 
+def answer(
+    backend: Backend, prompts: list[list[int]], sampling: Sampling
+) -> list[list[int]]:
+    """One response a prompt."""
+    found: list[list[list[int]]] = []
+    backend.run([Job(prompts, sampling, found.append)])
+    return found[0]
+
+
 def tiny_responses(
     path: str, prompts: list[list[int]], max_tokens: int
 ) -> list[tuple[list[int], list[int]]]:
     """The target's greedy answers, none of which ends early."""
     backend = TransformersBackend(path, torch.float32, CPU, [], GenerationOptions())
-    answers = backend.generate(prompts, Sampling(0.0, max_tokens, 0.0, 0))
+    answers = answer(backend, prompts, Sampling(0.0, max_tokens, 0.0, 0))
     return list(zip(prompts, answers, strict=True))
 
 

@@ -8,6 +8,7 @@ end with "Cannot re-initialize CUDA in forked subprocess".
 import json
 import subprocess
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,7 +17,14 @@ from tiny_models import BLOCK_SIZE, write_target
 from tiny_tokenizer import write_tokenizer
 from training_runs import ROOT
 
+from vllm_dflash_training.backends import (
+    Job,
+    Sampling,
+    VllmBackend,
+    engine_arguments,
+)
 from vllm_dflash_training.cli import main
+from vllm_dflash_training.config import GenerationOptions
 
 
 @pytest.fixture
@@ -59,7 +67,9 @@ def test_nothing_asks_for_cuda_before_the_engine(
 
     vllm, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
     vllm.LLM = make_engine
-    platforms.current_platform = SimpleNamespace(is_cpu=lambda: is_cpu)
+    platforms.current_platform = SimpleNamespace(
+        is_cpu=lambda: is_cpu, get_device_total_memory=lambda: 80 << 30
+    )
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     for name in ("VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE"):
@@ -67,13 +77,83 @@ def test_nothing_asks_for_cuda_before_the_engine(
         monkeypatch.setenv(name, "")
     for name in ("is_available", "device_count", "_lazy_init", "set_device"):
         monkeypatch.setattr(torch.cuda, name, refuse)
-    stages = ["--stages", "prompts,generate", "--in-process"]
+    stages = ["--stages", "prompts,generate", "--engine=0"]
     with pytest.raises(EngineMade):
         main(["--config", config, *stages, "--set", f"target_dtype={target_dtype}"])
     auto = "float32" if is_cpu else "bfloat16"
     assert made["dtype"] == (auto if target_dtype == "auto" else target_dtype)
     assert made["enforce_eager"] == is_cpu
     assert made["seed"] == 3
+
+
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_engines_share_the_memory_each_with_its_cache_named(is_cpu):
+    def arguments(**options):
+        options = GenerationOptions(gpu_memory_utilization=0.6, **options)
+        return engine_arguments(torch.float32, 64, options, is_cpu, lambda: 1000)
+
+    alone = arguments()
+    assert alone["gpu_memory_utilization"] == 0.6
+    # It measures what is left.
+    assert "kv_cache_memory_bytes" not in alone
+    each = arguments(engines=4)
+    assert each["gpu_memory_utilization"] == pytest.approx(0.15)
+    assert each.get("kv_cache_memory_bytes") == (None if is_cpu else 75)
+    named = arguments(engines=4, engine_args=dict(kv_cache_memory_bytes=9))
+    assert named["kv_cache_memory_bytes"] == 9
+    share = arguments(engines=4, engine_args=dict(gpu_memory_utilization=0.2))
+    assert share["gpu_memory_utilization"] == 0.2
+    assert share.get("kv_cache_memory_bytes") == (None if is_cpu else 100)
+    # vLLM's own runner on the CPU can't take back what a seed gave to half a prompt.
+    assert share.get("enable_chunked_prefill") == (False if is_cpu else None)
+
+
+class OneByOne:
+    """An engine that answers one of its requests in a step, the last one first.
+
+    A request's answer is its prompt and its seed.
+    """
+
+    def __init__(self):
+        self.requests, self.most = {}, 0
+
+    def add_request(self, name, prompt, params):
+        self.requests[name] = [*prompt["prompt_token_ids"], params.seed or 0]
+        self.most = max(self.most, len(self.requests))
+
+    def step(self):
+        assert self.requests, "a step without requests would wait for ever"
+        name, answer = self.requests.popitem()
+        output = SimpleNamespace(token_ids=answer)
+        return [SimpleNamespace(finished=True, request_id=name, outputs=[output])]
+
+
+def test_an_engine_is_given_the_next_jobs_before_it_is_empty():
+    engine, log = OneByOne(), []
+    backend = object.__new__(VllmBackend)
+    backend.llm, backend.stop_ids = SimpleNamespace(llm_engine=engine), []
+    backend.low_water, backend._num_requests = 4, 0
+    sizes = [3, 3, 0, 6, 1]
+
+    def jobs():
+        for number, size in enumerate(sizes):
+            log.append(("begun", number, len(engine.requests)))
+            prompts = [[number, i] for i in range(size)]
+            yield Job(prompts, Sampling(1.0, 8, 0.0, 100), partial(finish, number))
+
+    def finish(number, responses):
+        log.append(("finished", number))
+        assert responses == [[number, i, 100 + i] for i in range(sizes[number])]
+
+    backend.run(jobs())
+    finished = [entry[1] for entry in log if entry[0] == "finished"]
+    assert sorted(finished) == list(range(5))
+    begun = {entry[1]: entry[2] for entry in log if entry[0] == "begun"}
+    # The first ones at once; the next as soon as less than `low_water` is there, which
+    # is before the engine has nothing to do and before the one before is finished.
+    assert begun == {0: 0, 1: 3, 2: 3, 3: 3, 4: 3}
+    assert log.index(("begun", 4, 3)) < log.index(("finished", 0))
+    assert engine.most < 4 + max(sizes)
 
 
 FORK = """

@@ -207,6 +207,12 @@ def test_configs_of_the_repository_load(path):
         ("work_dir: x\ntraining: {steps: 0}", "more than 0"),
         ("work_dir: x\ntraining: {steps: true}", "training.steps is wrong"),
         ("work_dir: x\nloss: {kind: mse}", "Allowed: ce, ce_decay"),
+        ("work_dir: x\ngeneration: {engines: 0}", "engines is wrong .*more than 0"),
+        (
+            "work_dir: x\ndraft: {init_from: embedded}\n"
+            "generation: {backend: transformers, engines: 2}",
+            "engines is wrong .*1 with generation.backend: transformers",
+        ),
         ("work_dir: x", "draft.mask_token_id is wrong"),
         ("- 1", "work_dir is wrong"),
         ("a: [", "can't be read"),

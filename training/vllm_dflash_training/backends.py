@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,14 +24,26 @@ class Sampling:
     seed: int
 
 
+@dataclass(frozen=True)
+class Job:
+    """Prompts that are answered alike, and what is done with their responses.
+
+    A response is all tokens of an answer, with the one that ended it.
+    """
+
+    prompts: list[list[int]]
+    sampling: Sampling
+    finish: Callable[[list[list[int]]], None]
+
+
 class Backend(Protocol):
     """Answers prompts."""
 
     # Tokens that end a response.
     stop_ids: list[int]
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
-        """Return one response a prompt, with the token that ended it."""
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Finish all jobs; one that was begun is finished. They are asked for late."""
 
 
 def vllm_device() -> torch.device:
@@ -45,6 +58,57 @@ def vllm_device() -> torch.device:
     from vllm.platforms import current_platform
 
     return torch.device("cpu" if current_platform.is_cpu() else "cuda")
+
+
+def engine_arguments(
+    dtype: torch.dtype,
+    max_length: int,
+    options: GenerationOptions,
+    is_cpu: bool,
+    total_memory: Callable[[], int],
+) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`.
+
+    Several engines share `gpu_memory_utilization`, each with its KV cache named: one
+    that measured what is left would find the others there, or gone. Half of an engine's
+    share is KV cache; weights, activations and graphs have the rest.
+
+    Args:
+        total_memory: Asked for the bytes of the GPU if they are needed.
+    """
+    memory: dict[str, Any] = {
+        "gpu_memory_utilization": options.gpu_memory_utilization / options.engines,
+        **options.engine_args,
+    }
+    if options.engines > 1 and not is_cpu and "kv_cache_memory_bytes" not in memory:
+        share = memory["gpu_memory_utilization"] * total_memory()
+        memory["kv_cache_memory_bytes"] = int(share / 2)
+    if is_cpu:
+        # There vLLM 0.32 can't prefill a part of a prompt that has a seed.
+        memory.setdefault("enable_chunked_prefill", False)
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_length,
+        "max_num_seqs": options.batch_size,
+        "skip_tokenizer_init": True,
+        "enforce_eager": is_cpu,
+        "seed": 0,
+        # Prompts are all different, and what is found in a cache depends on when.
+        "enable_prefix_caching": False,
+        **memory,
+    }
+
+
+@dataclass
+class _Begun:
+    """A job in the engine."""
+
+    job: Job
+    responses: list[list[int]]
+    num_missing: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_missing = len(self.responses)
 
 
 class VllmBackend:
@@ -63,39 +127,69 @@ class VllmBackend:
             # In GiB. vLLM's default is half of the memory.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         self.stop_ids = stop_ids
-        engine_args: dict[str, Any] = {
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": max_length,
-            "max_num_seqs": options.batch_size,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-            "skip_tokenizer_init": True,
-            "enforce_eager": is_cpu,
-            "seed": 0,
-            **options.engine_args,
-        }
-        self.llm = LLM(model=target, **engine_args)
+        # As many again wait as run, so that an engine is full while it is given more.
+        self.low_water = 2 * options.batch_size
+        self._num_requests = 0
+        arguments = engine_arguments(
+            dtype, max_length, options, is_cpu, current_platform.get_device_total_memory
+        )
+        self.llm = LLM(model=target, **arguments)
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
-        """See `Backend`."""
+    def run(self, jobs: Iterable[Job]) -> None:
+        """See `Backend`. The next jobs begin while the last answers of one are made."""
+        waiting, is_more = iter(jobs), True
+        running: dict[str, tuple[_Begun, int]] = {}
+        while is_more or running:
+            while is_more and len(running) < self.low_water:
+                job = next(waiting, None)
+                if job is None:
+                    is_more = False
+                elif job.prompts:
+                    running |= self._begin(job)
+                else:
+                    job.finish([])
+            # Without a request there is no step to wait for.
+            for output in self.llm.llm_engine.step() if running else []:
+                if not output.finished:
+                    continue
+                begun, index = running.pop(output.request_id)
+                begun.responses[index] = list(output.outputs[0].token_ids)
+                begun.num_missing -= 1
+                if not begun.num_missing:
+                    begun.job.finish(begun.responses)
+
+    def _begin(self, job: Job) -> dict[str, tuple[_Begun, int]]:
+        """Give a job's requests to the engine, and return them by id."""
+        from vllm.inputs import tokens_input
+
+        begun = _Begun(job, [[] for _ in job.prompts])
+        requests = {}
+        for index, prompt in enumerate(job.prompts):
+            name = str(self._num_requests)
+            self._num_requests += 1
+            self.llm.llm_engine.add_request(
+                name, tokens_input(prompt), self._params(job.sampling, index)
+            )
+            requests[name] = (begun, index)
+        return requests
+
+    def _params(self, sampling: Sampling, index: int) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         is_greedy = sampling.temperature == 0
-        params = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_tokens,
-                min_p=sampling.min_p if not is_greedy else 0.0,
-                seed=None if is_greedy else sampling.seed + index,
-                stop_token_ids=self.stop_ids,
-                detokenize=False,
-            )
-            for index in range(len(prompts))
-        ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(inputs, params)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            min_p=sampling.min_p if not is_greedy else 0.0,
+            seed=None if is_greedy else sampling.seed + index,
+            stop_token_ids=self.stop_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
 
 class TransformersBackend:
@@ -116,9 +210,15 @@ class TransformersBackend:
         self.device, self.stop_ids = device, stop_ids
         self.batch_size = options.batch_size
 
-    @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    def run(self, jobs: Iterable[Job]) -> None:
         """See `Backend`."""
+        for job in jobs:
+            job.finish(self._generate(job.prompts, job.sampling))
+
+    @torch.inference_mode()
+    def _generate(
+        self, prompts: list[list[int]], sampling: Sampling
+    ) -> list[list[int]]:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         responses: list[list[int]] = [[] for _ in prompts]
         torch.manual_seed(sampling.seed)

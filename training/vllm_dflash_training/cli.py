@@ -8,18 +8,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from vllm_dflash.errors import option_error
 from vllm_dflash_training.config import RunConfig, load_config
 from vllm_dflash_training.distributed import find_device, is_first_process, world
 from vllm_dflash_training.heldout import HeldOut
+from vllm_dflash_training.processes import INTERRUPTED, obey, run_together
 from vllm_dflash_training.shards import require_same_run
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("prompts", "generate", "train", "export", "evaluate")
-# Exit code of a run that was told to stop and can be gone on with.
-INTERRUPTED = 75
 DRAFT = "draft"
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -72,24 +72,15 @@ def _generate(config: RunConfig, heldout: HeldOut, args: argparse.Namespace) -> 
     from vllm_dflash_training.generate import Generation
 
     require_same_run(config.data_folder() / "facts.json", _data_facts(config))
-    generation = Generation(config, heldout)
-    if generation.is_complete():
+    generation = Generation(config, heldout, args.engine or 0)
+    if args.engine is None and generation.is_complete():
         _say("all responses are there")
         return
-    if config.generation.backend == "vllm" and not args.in_process:
-        # An engine gives its memory back when its process ends.
-        env = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
-        command = [sys.executable, str(ROOT / "scripts/train_draft.py")]
-        command += ["--config", str(args.config), "--stages", "generate"]
-        command += [f"--set={text}" for text in args.set or []] + ["--in-process"]
-        done = subprocess.run(command, env=env, check=False)
-        if done.returncode:
-            raise option_error(
-                f"generation ended with exit code {done.returncode}",
-                "Its error is above",
-                "generation.backend: transformers to go without the engine",
-            )
+    if config.generation.backend == "vllm" and args.engine is None:
+        _generate_with_engines(config, args)
         return
+    if args.parent is not None:
+        obey(args.parent)
     from vllm_dflash_training.backends import (
         TransformersBackend,
         VllmBackend,
@@ -113,8 +104,25 @@ def _generate(config: RunConfig, heldout: HeldOut, args: argparse.Namespace) -> 
         backend = VllmBackend(target, dtype, length, stops, options)
     else:
         backend = TransformersBackend(target, dtype, device, stops, options)
-    shards = generation.run(tokens, backend)
-    _say(f"{shards} shards of responses")
+    started = time.perf_counter()
+    generation.run(tokens, backend)
+    _say(
+        f"{generation.num_shards} shards of responses, {generation.num_tokens} tokens, "
+        f"in {time.perf_counter() - started:.1f} s without the start"
+    )
+
+
+def _generate_with_engines(config: RunConfig, args: argparse.Namespace) -> None:
+    """Generate in processes: an engine gives its memory back when its process ends."""
+    command = [sys.executable, str(ROOT / "scripts/train_draft.py")]
+    command += ["--config", str(args.config), "--stages", "generate"]
+    command += [f"--set={text}" for text in args.set or []]
+    command += [f"--parent={os.getpid()}"]
+    run_together(
+        [[*command, f"--engine={i}"] for i in range(config.generation.engines)],
+        env={k: v for k, v in os.environ.items() if k not in _LAUNCHER},
+        way_out="generation.backend: transformers to go without the engine",
+    )
 
 
 def _train(config: RunConfig, heldout: HeldOut) -> bool:
@@ -219,5 +227,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="SECTION.KEY=VALUE",
         help="change a value of the config",
     )
-    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    # Of one of the processes that generate: which it is, and who started it.
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -81,9 +81,16 @@ class GenerationOptions:
 
     Attributes:
         backend: vLLM's offline engine, or `generate` of transformers.
-        batch_size: Requests at once: `max_num_seqs`, or rows of a padded batch.
+        batch_size: Requests at once: `max_num_seqs` of an engine, or rows of a padded
+            batch.
+        shard_size: Prompts of a file. The last answers of a file are no pause: the
+            engine has begun with the next one.
         time_limit_s: No shard is begun later than this after the start.
-        engine_args: More arguments of `vllm.LLM`, as `tensor_parallel_size`; they win.
+        engines: Engines side by side on the same GPU, each with its own process and its
+            own shards. What they write doesn't depend on how many there are.
+        gpu_memory_utilization: Of all engines together.
+        engine_args: More arguments of `vllm.LLM`, as `tensor_parallel_size`; they win,
+            and are those of each engine.
     """
 
     backend: Literal["vllm", "transformers"] = "vllm"
@@ -93,6 +100,7 @@ class GenerationOptions:
     batch_size: int = 1024
     shard_size: int = 4096
     time_limit_s: float | None = None
+    engines: int = 1
     gpu_memory_utilization: float = 0.6
     engine_args: dict[str, Any] = field(default_factory=dict)
 
@@ -330,6 +338,7 @@ def _check(config: RunConfig) -> None:
         "training.evaluate_every": training.evaluate_every,
         "generation.shard_size": config.generation.shard_size,
         "generation.batch_size": config.generation.batch_size,
+        "generation.engines": config.generation.engines,
         "generation.max_tokens": config.generation.max_tokens,
         "evaluation.budget": config.evaluation.budget,
         "loss.gamma": loss.gamma,
@@ -359,5 +368,11 @@ def _check(config: RunConfig) -> None:
             raise _wrong(
                 "draft.mask_token_id", None, "the id of a token that no text holds"
             )
+    if config.generation.backend == "transformers" and config.generation.engines > 1:
+        raise _wrong(
+            "generation.engines",
+            config.generation.engines,
+            "1 with generation.backend: transformers",
+        )
     if not config.generation.passes:
         raise _wrong("generation.passes", [], "at least one pass")

@@ -4,33 +4,63 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_dflash_training.backends import Backend, Sampling
+from vllm_dflash_training.backends import Backend, Job, Sampling
 from vllm_dflash_training.config import RunConfig
-from vllm_dflash_training.heldout import HeldOut, prompt_hash
-from vllm_dflash_training.prompts import collect_prompts, opening_words
+from vllm_dflash_training.heldout import HeldOut
+from vllm_dflash_training.own_prompts import OwnPrompts
+from vllm_dflash_training.prompts import collect_prompts
 from vllm_dflash_training.shards import read_rows, require_same_run, write_rows
 from vllm_dflash_training.tokenise import ChatTokens
 
 PROMPTS, HELD_OUT, SELF = "prompts.jsonl", "heldout.jsonl", "self.jsonl"
-# A self-written prompt of fewer characters asks nothing.
-_MIN_SELF_CHARACTERS = 12
+# What changes how fast answers are made and in how much memory. Like everything that
+# changes what is computed together, it can flip a near tie.
+_SPEED = ("batch_size", "time_limit_s", "engines", "gpu_memory_utilization")
+_ENGINE_SPEED = (
+    "async_scheduling",
+    "block_size",
+    "compilation_config",
+    "cpu_offload_gb",
+    "cudagraph_capture_sizes",
+    "data_parallel_size",
+    "disable_log_stats",
+    "distributed_executor_backend",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "max_cudagraph_capture_size",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_gpu_blocks_override",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+)
+_POLL_S = 0.1
 
 
 def facts(config: RunConfig) -> dict[str, Any]:
     """What data are made from; another value needs another folder.
 
-    How many requests run at once, and for how long, changes no prompt.
+    How many requests and engines run at once, and for how long, changes no prompt.
     """
     generation = dataclasses.asdict(config.generation)
-    for name in ("batch_size", "time_limit_s", "gpu_memory_utilization"):
+    for name in _SPEED:
         del generation[name]
+    for name in _ENGINE_SPEED:
+        generation["engine_args"].pop(name, None)
     return {
         "target": config.target,
         "seed": config.seed,
@@ -51,96 +81,90 @@ def make_prompts(config: RunConfig, heldout: HeldOut) -> int:
     return sum(1 for _ in read_rows(path))
 
 
+@dataclass(frozen=True)
+class _Shard:
+    """One pass over a part of the prompts."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+    temperature: float
+    # Of the first of its prompts.
+    seed: int
+    # Of the shards and passes, for who answers it.
+    turn: int
+
+
 class Generation:
-    """The stage that needs the target: held-out answers, own prompts, responses."""
+    """The stage that needs the target: held-out answers, own prompts, responses.
+
+    Args:
+        config: Of the run.
+        heldout: Prompts that must not be trained on.
+        index: Which of the `generation.engines` this process is.
+    """
 
     tokens: ChatTokens
-    backend: Backend
 
-    def __init__(self, config: RunConfig, heldout: HeldOut):
-        self.config, self.heldout = config, heldout
+    def __init__(self, config: RunConfig, heldout: HeldOut, index: int = 0):
+        self.config, self.heldout, self.index = config, heldout, index
         self.folder = config.data_folder()
+        self.own = OwnPrompts(config, heldout, self.folder / SELF)
         self.started = time.perf_counter()
+        self.num_shards = self.num_tokens = 0
 
     def is_complete(self) -> bool:
         """Whether nothing is missing, so that no model need be loaded."""
-        needed = [HELD_OUT, PROMPTS]
-        if self.config.prompts.self_generated.count:
-            needed.append(SELF)
-        if not all((self.folder / name).exists() for name in needed):
+        if self.own.is_missing():
             return False
-        return all(path.exists() for path, *_ in self._plan(self._all_prompts()))
+        if not all((self.folder / name).exists() for name in (HELD_OUT, PROMPTS)):
+            return False
+        return all(shard.path.exists() for shard in self._plan(self._all_prompts()))
 
-    def run(self, tokens: ChatTokens, backend: Backend) -> int:
-        """Write what is missing, until all is there or the time is up.
+    def run(self, tokens: ChatTokens, backend: Backend) -> None:
+        """Write this engine's share of what is missing, or until the time is up.
 
         Args:
             tokens: Of the target.
             backend: Answers as the target.
-
-        Returns:
-            Number of shards of responses written by this call.
         """
-        self.tokens, self.backend = tokens, backend
-        self._answer_heldout()
-        self._write_own_prompts()
-        prompts = self._all_prompts()
-        written = 0
-        for path, rows, temperature, seed in self._plan(prompts):
-            if path.exists():
-                continue
-            if self._is_late():
-                break
-            write_rows(path, self._answer(rows, temperature, seed))
-            written += 1
-        return written
+        self.tokens = tokens
+        engines = self.config.generation.engines
+        first: Iterable[Job] = self._heldout_jobs() if self.index == 0 else ()
+        own: Iterable[Job] = ()
+        if self.own.is_missing():
+            own = self.own.jobs(tokens, backend.stop_ids, self.index, engines)
+        backend.run(itertools.chain(first, own))
+        # The order of all prompts depends on all of them.
+        if self.own.is_missing() and self.index == 0:
+            _wait_for(self.own.parts())
+            self.own.merge()
+        if self.own.is_missing():
+            _wait_for([self.own.path])
+        backend.run(self._response_jobs())
 
     def _is_late(self) -> bool:
         limit = self.config.generation.time_limit_s
         return limit is not None and time.perf_counter() - self.started > limit
 
-    def _answer_heldout(self) -> None:
+    def _heldout_jobs(self) -> Iterator[Job]:
         """Greedy answers to the held-out prompts, for the proxies only."""
         path = self.folder / HELD_OUT
         if path.exists():
             return
         rows = choose_heldout(self.heldout.rows, self.config.evaluation.limit)
         prompts = [self.tokens.prompt(row["messages"]) for row in rows]
-        sampling = Sampling(0.0, self.config.evaluation.max_tokens, 0.0, 0)
-        responses = self.backend.generate(prompts, sampling)
-        write_rows(
-            path,
-            (
-                {"prompt": p, "response": r, "kind": row.get("kind", "file")}
-                for row, p, r in zip(rows, prompts, responses, strict=True)
-            ),
-        )
 
-    def _write_own_prompts(self) -> None:
-        options, path = self.config.prompts.self_generated, self.folder / SELF
-        if not options.count or path.exists():
-            return
-        words = opening_words(self.config.seed)
-        openings = [next(words) for _ in range(options.count)]
-        sampling = Sampling(
-            options.temperature, options.max_tokens, options.min_p, self.config.seed
-        )
-        inputs = [self.tokens.opening(opening) for opening in openings]
-        stops = set(self.backend.stop_ids)
-        rows, seen = [], set(self.heldout.hashes)
-        for opening, response in zip(
-            openings, self.backend.generate(inputs, sampling), strict=True
-        ):
-            if not response or response[-1] not in stops:
-                # Cut off in the middle of the question.
-                continue
-            text = (opening + self.tokens.text(response)).strip()
-            messages = [{"role": "user", "content": text}]
-            key = prompt_hash(messages)
-            if len(text) >= _MIN_SELF_CHARACTERS and key not in seen:
-                seen.add(key)
-                rows.append({"kind": "self", "messages": messages, "hash": key})
-        write_rows(path, rows)
+        def finish(responses: list[list[int]]) -> None:
+            write_rows(
+                path,
+                (
+                    {"prompt": p, "response": r, "kind": row.get("kind", "file")}
+                    for row, p, r in zip(rows, prompts, responses, strict=True)
+                ),
+            )
+
+        sampling = Sampling(0.0, self.config.evaluation.max_tokens, 0.0, 0)
+        yield Job(prompts, sampling, finish)
 
     def _all_prompts(self) -> list[dict[str, Any]]:
         rows = list(read_rows(self.folder / PROMPTS))
@@ -150,9 +174,7 @@ class Generation:
         order = np.random.default_rng(self.config.seed).permutation(len(rows))
         return [rows[i] for i in order]
 
-    def _plan(
-        self, prompts: list[dict[str, Any]]
-    ) -> Iterator[tuple[Path, list[dict[str, Any]], float, int]]:
+    def _plan(self, prompts: list[dict[str, Any]]) -> Iterator[_Shard]:
         """Shards in the order of their making: every pass over a part, then the next.
 
         So a time limit leaves each pass its share.
@@ -164,27 +186,63 @@ class Generation:
             for number, one in enumerate(options.passes):
                 rows = part[: round(len(part) * one.share)]
                 if rows:
-                    name = f"responses-{shard:05d}-{number}.jsonl"
+                    path = self.folder / f"responses-{shard:05d}-{number}.jsonl"
                     seed = self.config.seed + 1 + (shard * 64 + number) * size
-                    yield self.folder / name, rows, one.temperature, seed
+                    # Each engine has its share of every pass.
+                    yield _Shard(path, rows, one.temperature, seed, shard + number)
 
-    def _answer(
-        self, rows: list[dict[str, Any]], temperature: float, seed: int
-    ) -> Iterator[dict[str, Any]]:
+    def _response_jobs(self) -> Iterator[Job]:
+        engines = self.config.generation.engines
+        for shard in self._plan(self._all_prompts()):
+            if shard.turn % engines != self.index or shard.path.exists():
+                continue
+            if self._is_late():
+                return
+            yield self._answer(shard)
+
+    def _answer(self, shard: _Shard) -> Job:
         options = self.config.generation
         limit = self.config.prompts.max_tokens
-        found = [(row, self.tokens.prompt(row["messages"])) for row in rows]
+        found = [(row, self.tokens.prompt(row["messages"])) for row in shard.rows]
         found = [(row, prompt) for row, prompt in found if len(prompt) <= limit]
-        sampling = Sampling(temperature, options.max_tokens, options.min_p, seed)
-        responses = self.backend.generate([prompt for _, prompt in found], sampling)
-        for (row, prompt), response in zip(found, responses, strict=True):
-            yield {
+        sampling = Sampling(
+            shard.temperature, options.max_tokens, options.min_p, shard.seed
+        )
+        finish = partial(self._write, shard, found)
+        return Job([prompt for _, prompt in found], sampling, finish)
+
+    def _write(
+        self,
+        shard: _Shard,
+        found: list[tuple[dict[str, Any], list[int]]],
+        responses: list[list[int]],
+    ) -> None:
+        rows = (
+            {
                 "prompt": prompt,
                 "response": response,
                 "kind": row["kind"],
-                "temperature": temperature,
+                "temperature": shard.temperature,
                 "hash": row["hash"],
             }
+            for (row, prompt), response in zip(found, responses, strict=True)
+        )
+        write_rows(shard.path, rows)
+        num_tokens = sum(map(len, responses))
+        self.num_shards += 1
+        self.num_tokens += num_tokens
+        seconds = time.perf_counter() - self.started
+        print(
+            f"{shard.path.name}: {num_tokens} tokens, {seconds:.0f} s after the start",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _wait_for(paths: list[Path]) -> None:
+    """Wait for what other engines write; when one of them ends, this one is ended."""
+    while not all(path.exists() for path in paths):
+        time.sleep(_POLL_S)
 
 
 def choose_heldout(
