@@ -2,10 +2,10 @@
 """Tree attention beside vLLM's own GPU backends, on the same paged KV cache.
 
 A batch that only verifies trees runs the tree kernel, alone or after FlashAttention-3
-has attended to the committed keys (``flash_prefix.py``); in a mixed batch the base
-backend serves every row first and the tree kernel then overwrites the verify rows,
-which lead the batch. Everything else (selection, cache layout, cache update, prefill,
-the draft's non-causal attention) is the base backend's.
+has attended to the committed keys (``flash_prefix.py``); in a mixed batch the verify
+rows lead, and the base backend serves the others (``mixed.py``). Everything else
+(selection, cache layout, cache update, prefill, the draft's non-causal attention) is
+the base backend's.
 """
 
 from typing import Any
@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_dflash.attention.builder import TreeBuilderMixin
 from vllm_dflash.attention.flash_prefix import FlashPrefixMixin, attend_to_prefix
+from vllm_dflash.attention.mixed import MixedBuilderMixin
 from vllm_dflash_kernels.tree_attention import tree_attention
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.uint8)
@@ -50,14 +51,15 @@ class TreeImplMixin:
     ) -> torch.Tensor:
         tree = getattr(attn_metadata, "tree", None)
         if tree is None or not tree.pure:
-            output = super().forward(  # type: ignore[misc]
+            first = 0 if tree is None else attn_metadata.first_row
+            super().forward(  # type: ignore[misc]
                 layer,
-                query,
-                key,
-                value,
+                query[first:] if first else query,
+                key[first:] if first else key,
+                value[first:] if first else value,
                 kv_cache,
                 attn_metadata,
-                output,
+                output[first:] if first else output,
                 output_scale,
                 output_block_scale,
             )
@@ -87,14 +89,20 @@ class TreeImplMixin:
                 k_scale = k_scale * layer._q_scale
         prefix_lse = attend_to_prefix(self, query, kv_cache, metadata, output)
         num_reqs = tree.num_verify_reqs
+        batch = metadata.verify_batch
+        block_table = (
+            metadata.block_table if batch is None else batch.block_table_tensor
+        )
+        if batch is None:
+            batch = metadata
         window = self.sliding_window  # type: ignore[attr-defined]
         tree_attention(
             query,
             key_cache,
             value_cache,
-            block_table=metadata.block_table[:num_reqs],
-            seq_lens=metadata.seq_lens[:num_reqs],
-            query_start_loc=metadata.query_start_loc[: num_reqs + 1],
+            block_table=block_table[:num_reqs],
+            seq_lens=batch.seq_lens[:num_reqs],
+            query_start_loc=batch.query_start_loc[: num_reqs + 1],
             ancestors=tree.batch_ancestors,
             tree_len=tree.tree_len,
             max_query_len=tree.max_query_len,
@@ -113,7 +121,7 @@ class TreeImplMixin:
 
 
 class TreeFlashAttentionMetadataBuilder(
-    FlashPrefixMixin, TreeBuilderMixin, FlashAttentionMetadataBuilder
+    MixedBuilderMixin, FlashPrefixMixin, TreeBuilderMixin, FlashAttentionMetadataBuilder
 ):
     """FlashAttention metadata plus the tree."""
 
@@ -135,7 +143,7 @@ class TreeFlashAttentionBackend(FlashAttentionBackend):
 
 
 class TreeTritonAttentionMetadataBuilder(
-    TreeBuilderMixin, TritonAttentionMetadataBuilder
+    MixedBuilderMixin, TreeBuilderMixin, TritonAttentionMetadataBuilder
 ):
     """Triton attention metadata plus the tree."""
 
