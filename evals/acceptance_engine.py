@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm_dflash.demo.pair import DEFAULT_DEPTH, ModelPair, embedded_pair
 from vllm_dflash.demo.serve import CPU_RUNNER_ENV
+from vllm_dflash.errors import option_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import provenance
@@ -66,6 +67,22 @@ class Job:
     dump: str | None = None
 
 
+def _mapping(text: str) -> dict[str, Any]:
+    """Read an option that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        error = option_error(
+            f"{text!r} is no JSON object",
+            "Arguments of vllm.LLM by name are allowed",
+            """--engine-args '{"gpu_memory_utilization": 0.3}'""",
+        )
+        raise argparse.ArgumentTypeError(str(error))
+    return value
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Options that say which pair is measured, and how it is run."""
     parser.add_argument("--model", help="target, default the embedded pair")
@@ -76,7 +93,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=4)
     parser.add_argument(
         "--engine-args",
-        type=json.loads,
+        type=_mapping,
         default={},
         help='more arguments of vllm.LLM, such as {"gpu_memory_utilization": 0.3}',
     )

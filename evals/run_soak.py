@@ -66,18 +66,19 @@ def main() -> int:
     return int(len(result.differences) > num_ties or bool(result.leaked_blocks))
 
 
-def _count_near_ties(
-    llm: Any, requests: list[Any], departures: list[tuple[str, int, int, int]]
-) -> int:
+def _count_near_ties(llm: Any, requests: list[Any], departures: list[Any]) -> int:
     from near_ties import TOLERANCE, score_gap
 
     by_name = {request.name: request for request in requests}
     count = 0
-    for name, sample, position, token in departures:
-        gap = score_gap(llm, by_name[name], sample, position, token)
+    for departure in departures:
+        gap = score_gap(llm, by_name[departure.name], departure)
         is_tie = abs(gap) <= TOLERANCE
         count += is_tie
-        print(f"{name}, sample {sample}: scores {gap:.3g} apart at {position}")
+        print(
+            f"{departure.name}, sample {departure.sample}: scores {gap:.3g} apart at "
+            f"{len(departure.before)}"
+        )
     return count
 
 

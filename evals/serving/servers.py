@@ -127,9 +127,9 @@ def core_sets(num_servers: int, cores: Collection[int]) -> list[set[int]] | None
     share = (len(cores) - CLIENT_CORES) // num_servers
     if share < MIN_SERVER_CORES:
         return None
-    # From the end: what else runs on a machine is often on the first ones.
-    ordered = sorted(cores, reverse=True)
-    return [set(ordered[i * share : (i + 1) * share]) for i in range(num_servers)]
+    # In turn, so that no server is nearer to the GPU, or to the client, than another.
+    ordered = sorted(cores, reverse=True)[: share * num_servers]
+    return [set(ordered[i::num_servers]) for i in range(num_servers)]
 
 
 class ServerWave:
@@ -150,6 +150,7 @@ class ServerWave:
             for name, port in zip(names, sorted(ports), strict=True)
         }
         self._stack = ExitStack()
+        self._log = log
 
     def __enter__(self) -> Self:
         servers = list(self.servers.values())
@@ -157,6 +158,11 @@ class ServerWave:
             self._stack.callback(server.stop)
         available = os.sched_getaffinity(0)
         cores = core_sets(len(servers), available)
+        self._log(
+            f"cores: {len(available)}, shared by all"
+            if cores is None
+            else f"cores: {len(cores[0])} of {len(available)} for each server"
+        )
 
         def start(index: int) -> None:
             # Of this thread; the server inherits it.

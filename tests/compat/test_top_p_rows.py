@@ -49,12 +49,12 @@ def test_rows_go_through_in_parts(module, num_rows, has_k):
         return logits
 
     apply = wrap_apply_top_k_top_p(original)
-    assert module._SPLIT_MAX_BATCH == MAX_ROWS
     p = torch.rand(num_rows)
     k = torch.arange(num_rows, dtype=torch.int32) if has_k else None
     # A view that is not contiguous along the vocabulary.
     logits = torch.zeros(4, num_rows).t()
     out = apply(logits, k, p)
+    assert module._SPLIT_MAX_BATCH == MAX_ROWS
     assert torch.equal(out[:, 0], p)
     if has_k:
         assert torch.equal(out[:, 1], k.float())
@@ -72,9 +72,15 @@ def test_top_k_alone_stays_one_call(module):
 
 
 def test_scratch_of_the_former_size_is_forgotten(module):
+    module._SPLIT_MAX_BATCH = 64
     module._TRITON_SPLIT_CACHE["device"] = {"stats": torch.empty(64)}
-    wrap_apply_top_k_top_p(lambda *args: args[0])
+    apply = wrap_apply_top_k_top_p(lambda *args: args[0])
+    assert module._SPLIT_MAX_BATCH == 64
+    apply(torch.zeros(2, 4), None, torch.ones(2))
     assert module._TRITON_SPLIT_CACHE == {}
+    module._TRITON_SPLIT_CACHE["device"] = {"stats": torch.empty(MAX_ROWS)}
+    apply(torch.zeros(2, 4), None, torch.ones(2))
+    assert list(module._TRITON_SPLIT_CACHE) == ["device"]
 
 
 @pytest.mark.gpu

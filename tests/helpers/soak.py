@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines import acceptance_counts
+from near_ties import Departure
 from rigged_draft import RiggedDraft
 from soak_requests import SoakRequest
 from stepper import drain, num_free_blocks, phases_of, scheduler
@@ -92,8 +93,7 @@ class SoakResult:
     aborts: Counter = field(default_factory=Counter)
     finish_reasons: Counter = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
-    # Request, sample, position and token of each answer that left the right one.
-    departures: list[tuple[str, int, int, int]] = field(default_factory=list)
+    departures: list[Departure] = field(default_factory=list)
 
     def __str__(self) -> str:
         phases = ", ".join(f"{n} {phase}" for phase, n in sorted(self.aborts.items()))
@@ -228,8 +228,15 @@ class Soak:
                 self.report(f"DIFFERENCE {result.differences[-1]}")
                 place = ours.departure(theirs)
                 if place is not None:
-                    token = ours.tokens[place]
-                    result.departures.append((request.name, index, place, token))
+                    result.departures.append(
+                        Departure(
+                            request.name,
+                            index,
+                            ours.tokens[:place],
+                            right=theirs.tokens[place],
+                            said=ours.tokens[place],
+                        )
+                    )
         if result.num_requests % 100 == 0:
             self._count()
             self.report(str(result))

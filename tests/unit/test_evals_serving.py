@@ -69,8 +69,10 @@ def test_servers_have_cores_of_their_own(evals):
     assert len(set.union(*sets)) == 28
     # Two are left for the client, and those that don't divide.
     assert set.union(*sets).isdisjoint({10, 11, 12, 13})
+    # No half of the machine is one server's.
+    assert all(min(cores) < 20 and max(cores) > 35 for cores in sets)
     assert core_sets(5, range(16)) is None
-    assert core_sets(4, range(14)) == [{13, 12, 11}, {10, 9, 8}, {7, 6, 5}, {4, 3, 2}]
+    assert core_sets(4, range(14)) == [{13, 9, 5}, {12, 8, 4}, {11, 7, 3}, {10, 6, 2}]
 
 
 def test_servers_start_on_their_cores(evals, tmp_path, monkeypatch):

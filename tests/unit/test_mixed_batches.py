@@ -24,8 +24,11 @@ from vllm_dflash.attention.mixed import without_leading
 MAX_LEN = 128
 
 
-class Builder(gpu_backend.TreeTritonAttentionMetadataBuilder):
+class TritonBuilder(gpu_backend.TreeTritonAttentionMetadataBuilder):
     """With what vLLM's constructor takes from a whole engine config."""
+
+    impl = gpu_backend.TreeTritonAttentionImpl
+    dtype = torch.float32
 
     def __init__(self, vllm_config, batch, device):
         self.vllm_config, self.layer_names = vllm_config, ["layer"]
@@ -39,12 +42,47 @@ class Builder(gpu_backend.TreeTritonAttentionMetadataBuilder):
         self.softmax_segm_expsum = torch.empty(rows, device=device)
 
 
+class FlashBuilder(gpu_backend.TreeFlashAttentionMetadataBuilder):
+    """The same; FlashAttention plans its own splits, as without graphs."""
+
+    impl = gpu_backend.TreeFlashAttentionImpl
+    dtype = torch.bfloat16
+    is_planned_ahead = False
+
+    def __init__(self, vllm_config, batch, device):
+        self.vllm_config, self.layer_names = vllm_config, ["layer"]
+        self._captured_tree = None
+        self.num_heads_q, self.num_heads_kv, self.headdim = batch.shape
+        self.kv_cache_dtype, self.block_size = self.dtype, 16
+        self.cache_config = SimpleNamespace(cache_dtype="auto")
+        self.aot_schedule, self.aot_sliding_window = self.is_planned_ahead, (-1, -1)
+        self.max_num_splits = 32 if self.is_planned_ahead else 0
+        self.use_full_cuda_graph = self.is_planned_ahead
+        self.max_cudagraph_size = 512
+        self.scheduler_metadata = torch.zeros(1 << 12, dtype=torch.int32, device=device)
+        self.dcp_world_size, self.rswa_window = 1, None
+        self.mm_prefix_query_ranges_np = None
+
+
+class PlannedFlashBuilder(FlashBuilder):
+    """With a schedule made ahead in the buffer that graphs read."""
+
+    is_planned_ahead = True
+
+
+BUILDERS = [
+    TritonBuilder,
+    pytest.param(FlashBuilder, marks=pytest.mark.gpu),
+    pytest.param(PlannedFlashBuilder, marks=pytest.mark.gpu),
+]
+
+
 @pytest.fixture
 def served(device):
     """Return a batch's output, and which rows vLLM's backend was asked for."""
 
-    def run(requests, num_verify_reqs):
-        batch = Batch(requests, device)
+    def run(make_builder, requests, num_verify_reqs):
+        batch = Batch(requests, device, dtype=make_builder.dtype)
         config = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=MAX_LEN),
             compilation_config=SimpleNamespace(static_forward_context={}),
@@ -73,18 +111,22 @@ def served(device):
                 max(lens[:num_verify_reqs]),
                 pure=num_verify_reqs == num_reqs,
             )
-        metadata = Builder(config, batch, device).build(0, common, tree=trees)
+        builder = make_builder(config, batch, device)
+        metadata = builder.build(0, common, tree=trees)
         num_heads, num_kv_heads, head_size = batch.shape
         with set_current_vllm_config(VllmConfig()):
-            impl = gpu_backend.TreeTritonAttentionImpl(
+            impl = builder.impl(
                 num_heads, head_size, head_size**-0.5, num_kv_heads, None, None, "auto"
             )
         scale = torch.ones(1, device=device)
         layer = SimpleNamespace(_k_scale=scale, _v_scale=scale, _q_scale=scale)
         cache = torch.cat([batch.key_cache, batch.value_cache], -1)
+        if isinstance(builder, FlashBuilder):
+            # FlashAttention may multiply what nobody owns by zero.
+            cache = cache.nan_to_num()
         batch.out.fill_(torch.nan)
         # Keys and values are in the cache already.
-        unused = torch.empty(sum(lens), num_kv_heads, head_size, device=device)
+        unused = batch.query.new_empty(sum(lens), num_kv_heads, head_size)
         out = impl.forward(
             layer, batch.query, unused, unused, cache, metadata, batch.out
         )
@@ -94,17 +136,19 @@ def served(device):
     return run
 
 
-TREES = [tree(20, TREE7), tree(33, CHAIN5)]
+# The last verifies a placeholder: rows without a tree.
+TREES = [tree(20, TREE7), tree(33, CHAIN5), Request(25, causal=5)]
 PLAIN = [Request(0, causal=9), Request(17, causal=4), Request(40, causal=1)]
 
 
-@pytest.mark.parametrize("num_plain", [0, 1, 3])
-@pytest.mark.parametrize("num_trees", [0, 1, 2])
-def test_every_row_is_attended_to_once(served, num_trees, num_plain):
+@pytest.mark.parametrize(
+    ("num_trees", "num_plain"),
+    [(0, 1), (0, 3), (1, 0), (2, 0), (1, 1), (1, 3), (2, 1), (2, 3), (3, 2)],
+)
+@pytest.mark.parametrize("make_builder", BUILDERS)
+def test_every_row_is_attended_to_once(served, make_builder, num_trees, num_plain):
     requests = TREES[:num_trees] + PLAIN[:num_plain]
-    if not requests:
-        pytest.skip("no batch")
-    batch, metadata = served(requests, num_trees)
+    batch, metadata = served(make_builder, requests, num_trees)
     check("mixed", batch.expected(), batch.out)
     if num_trees and num_plain:
         # vLLM's backend has seen the others only.
@@ -141,6 +185,31 @@ def test_the_whole_batch_stays_as_it_was(device):
     assert rest.mm_req_doc_ranges == {0: [(4, 8)]}
     assert rest.positions is rest.is_prefilling is None
     assert whole.query_start_loc.tolist() == starts.tolist()
+
+
+@pytest.mark.parametrize("num_reqs", range(1, 6))
+def test_no_number_of_requests_is_another_kernel(num_reqs, device):
+    """Triton compiles for pointers that begin at 16 bytes, and for others."""
+    ints = dict(dtype=torch.int32, device=device)
+    starts = torch.arange(0, 4 * 7, 4, dtype=torch.int32)
+    whole = CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.arange(10, 16, **ints),
+        num_reqs=6,
+        num_actual_tokens=24,
+        max_query_len=4,
+        max_seq_len=MAX_LEN,
+        # Rows of 8 bytes, as with blocks of 64 tokens.
+        block_table_tensor=torch.arange(12, **ints).view(6, 2),
+        slot_mapping=torch.arange(24, device=device),
+        seq_lens_cpu_upper_bound=torch.arange(10, 16),
+    )
+    rest = without_leading(whole, num_reqs, 4 * num_reqs)
+    assert rest.seq_lens.tolist() == list(range(10 + num_reqs, 16))
+    assert rest.block_table_tensor[:, 0].tolist() == list(range(2 * num_reqs, 12, 2))
+    for tensor in (rest.query_start_loc, rest.seq_lens, rest.block_table_tensor):
+        assert tensor.data_ptr() % 16 == 0
 
 
 def test_every_field_of_a_batch_is_known():

@@ -121,7 +121,8 @@ def _generate_with_engines(config: RunConfig, args: argparse.Namespace) -> None:
     run_together(
         [[*command, f"--engine={i}"] for i in range(config.generation.engines)],
         env={k: v for k, v in os.environ.items() if k not in _LAUNCHER},
-        way_out="generation.backend: transformers to go without the engine",
+        way_out="generation.engines: 1 if memory is short, or generation.backend: "
+        "transformers to go without the engine",
     )
 
 

@@ -61,6 +61,9 @@ def facts(config: RunConfig) -> dict[str, Any]:
         del generation[name]
     for name in _ENGINE_SPEED:
         generation["engine_args"].pop(name, None)
+    if not generation["engine_args"]:
+        # Folders of before there were any go on.
+        del generation["engine_args"]
     return {
         "target": config.target,
         "seed": config.seed,

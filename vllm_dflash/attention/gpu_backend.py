@@ -55,8 +55,9 @@ class TreeImplMixin:
             super().forward(  # type: ignore[misc]
                 layer,
                 query[first:] if first else query,
-                key[first:] if first else key,
-                value[first:] if first else value,
+                # Not read: they are in the cache.
+                key,
+                value,
                 kv_cache,
                 attn_metadata,
                 output[first:] if first else output,

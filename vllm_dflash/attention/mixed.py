@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 if TYPE_CHECKING:
@@ -53,6 +54,16 @@ class MixedBuilderMixin:
         return metadata
 
 
+def _aligned(part: Any) -> Any:
+    """Return a copy of what doesn't begin at 16 bytes.
+
+    Triton compiles other kernels for such pointers, which would happen while serving.
+    """
+    if isinstance(part, torch.Tensor) and part.data_ptr() % 16:
+        return part.clone()
+    return part
+
+
 def without_leading(
     batch: CommonAttentionMetadata, num_reqs: int, num_rows: int
 ) -> CommonAttentionMetadata:
@@ -62,7 +73,7 @@ def without_leading(
         for name in names:
             value = getattr(batch, name)
             if value is not None:
-                parts[name] = value[first:]
+                parts[name] = _aligned(value[first:])
     starts_cpu = batch.query_start_loc_cpu[num_reqs:] - num_rows
     if batch.mm_req_doc_ranges is not None:
         parts["mm_req_doc_ranges"] = {

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from vllm_dflash.patches import PatchError
+from vllm_dflash.patches import resolve_target
 
+_MODULE = "vllm.v1.sample.ops.topk_topp_triton"
 # Rows of one call. vLLM's scratch memory is 15 kB a row.
 MAX_ROWS = 1024
 
@@ -19,13 +20,9 @@ def wrap_apply_top_k_top_p(
     original: Callable[..., torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
     """Return `apply_top_k_top_p_triton` with the split kernels for every batch."""
-    module = importlib.import_module("vllm.v1.sample.ops.topk_topp_triton")
+    module: Any = None
     for name in ("_SPLIT_MAX_BATCH", "_TRITON_SPLIT_CACHE"):
-        if not hasattr(module, name):
-            raise PatchError(f"{module.__name__} has no {name} any more")
-    module._SPLIT_MAX_BATCH = MAX_ROWS  # type: ignore[attr-defined]
-    # Scratch of the former size, if an engine of this process has sampled before.
-    module._TRITON_SPLIT_CACHE.clear()
+        module, _ = resolve_target(f"{_MODULE}:{name}")
 
     @functools.wraps(original)
     def apply_top_k_top_p_triton(
@@ -37,6 +34,10 @@ def wrap_apply_top_k_top_p(
         p: torch.Tensor | None,
         mask_value: float = float("-inf"),
     ) -> torch.Tensor:
+        if module._SPLIT_MAX_BATCH != MAX_ROWS:
+            module._SPLIT_MAX_BATCH = MAX_ROWS
+            # Scratch of the former size, if an engine of this process has sampled.
+            module._TRITON_SPLIT_CACHE.clear()
         num_rows = logits.shape[0]
         if p is None or num_rows <= MAX_ROWS:
             return original(logits, k, p, mask_value)

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData
@@ -88,6 +89,11 @@ class DDTreeModelState(DefaultModelState):
         if not for_capture and input_batch.num_draft_tokens:
             step = self.runtime.step
             num_verify_reqs = step.num_verify_reqs
+            rows = step.num_tree_rows_np
+            assert rows is not None
+            scheduled = input_batch.num_scheduled_tokens[:num_verify_reqs]
+            # They lead, and nobody else writes what is beyond their trees.
+            assert np.array_equal(scheduled, rows[:num_verify_reqs])
             tree = self.runtime.attention.tree(
                 num_verify_reqs,
                 step.max_tree_rows,

@@ -76,8 +76,9 @@ def launch_tree_attention(
         # With one split too, which does not use it: pointers of another dtype would be
         # another kernel, compiled by the first step without a graph that needs it.
         partial, lse = workspace.partial, workspace.lse
-    is_small = lse.numel() < num_rows or partial.numel() < num_rows * head_size
-    if plan.num_splits > 1 and is_small:
+    if plan.num_splits > 1 and (
+        lse.numel() < num_rows or partial.numel() < num_rows * head_size
+    ):
         raise ValueError(
             f"The workspace is too small (got {lse.numel()} rows, need {num_rows})."
             " Allocate it for this many requests, this width and this max_seq_len."
