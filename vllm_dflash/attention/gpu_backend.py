@@ -91,17 +91,12 @@ class TreeImplMixin:
         prefix_lse = attend_to_prefix(self, query, kv_cache, metadata, output)
         num_reqs = tree.num_verify_reqs
         batch = metadata.verify_batch
-        block_table = (
-            metadata.block_table if batch is None else batch.block_table_tensor
-        )
-        if batch is None:
-            batch = metadata
         window = self.sliding_window  # type: ignore[attr-defined]
         tree_attention(
             query,
             key_cache,
             value_cache,
-            block_table=block_table[:num_reqs],
+            block_table=batch.block_table_tensor[:num_reqs],
             seq_lens=batch.seq_lens[:num_reqs],
             query_start_loc=batch.query_start_loc[: num_reqs + 1],
             ancestors=tree.batch_ancestors,

@@ -48,9 +48,9 @@ class MixedBuilderMixin:
         metadata = super()._build_base(  # type: ignore[misc]
             tree, common_prefix_len, common_attn_metadata, *args, **kwargs
         )
-        # The base backend's first row, and the batch of the rows before it.
+        # The base backend's first row, and the batch that the rows before it lead.
         metadata.first_row = num_rows
-        metadata.verify_batch = whole if num_rows else None
+        metadata.verify_batch = whole
         return metadata
 
 
