@@ -117,8 +117,10 @@ install_cuda() {
             die "pip could not install vllm $VLLM_VERSION; its message is above. Run the same command again to continue."
     fi
     # Where pip also looks at PyTorch's index of CPU builds, it prefers those.
-    if "$PY" -c 'import sys; from importlib.metadata import version; sys.exit(not version("torch").endswith("+cpu"))'; then
-        die "pip took a torch without CUDA ($("$PY" -c 'from importlib.metadata import version; print(version("torch"))')): an extra index of CPU builds comes first (PIP_EXTRA_INDEX_URL, pip.conf). Take it out and type: rm -rf .venv && bash scripts/setup.sh. Or use the CPU: VLLM_DFLASH_DEVICE=cpu bash scripts/setup.sh"
+    local torch
+    torch="$("$PY" -c 'from importlib.metadata import version; print(version("torch"))')"
+    if [[ "$torch" == *+cpu ]]; then
+        die "pip took a torch without CUDA ($torch): an extra index of CPU builds comes first (PIP_EXTRA_INDEX_URL, pip.conf). Take it out and type: rm -rf .venv && bash scripts/setup.sh. Or use the CPU: VLLM_DFLASH_DEVICE=cpu bash scripts/setup.sh"
     fi
 }
 
