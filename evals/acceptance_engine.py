@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_dflash.cli.arguments import json_object
 from vllm_dflash.demo.pair import DEFAULT_DEPTH, ModelPair, embedded_pair
 from vllm_dflash.demo.serve import CPU_RUNNER_ENV
-from vllm_dflash.errors import option_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import provenance
@@ -67,22 +67,6 @@ class Job:
     dump: str | None = None
 
 
-def _mapping(text: str) -> dict[str, Any]:
-    """Read an option that is a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        error = option_error(
-            f"{text!r} is no JSON object",
-            "Arguments of vllm.LLM by name are allowed",
-            """--engine-args '{"gpu_memory_utilization": 0.3}'""",
-        )
-        raise argparse.ArgumentTypeError(str(error))
-    return value
-
-
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Options that say which pair is measured, and how it is run."""
     parser.add_argument("--model", help="target, default the embedded pair")
@@ -93,7 +77,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=4)
     parser.add_argument(
         "--engine-args",
-        type=_mapping,
+        type=json_object(
+            "Arguments of vllm.LLM by name",
+            """--engine-args '{"gpu_memory_utilization": 0.3}'""",
+        ),
         default={},
         help='more arguments of vllm.LLM, such as {"gpu_memory_utilization": 0.3}',
     )

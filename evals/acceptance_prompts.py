@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from vllm_dflash.calibrate.prompts import read_prompt_lines
+from vllm_dflash.calibrate.prompts import in_turn, read_prompt_lines
 from vllm_dflash.errors import option_error
 
 HELD_OUT = Path(__file__).parent / "prompts" / "heldout.jsonl"
@@ -36,13 +36,8 @@ def load_prompts(
         )
     if limit is None:
         return prompts
-    rank: dict[str, int] = {}
-    order = []
-    for index, prompt in enumerate(prompts):
-        rank[prompt["kind"]] = rank.get(prompt["kind"], -1) + 1
-        order.append((rank[prompt["kind"]], index))
-    chosen = sorted(index for _, index in sorted(order)[:limit])
-    return [prompts[index] for index in chosen]
+    chosen = in_turn([prompt["kind"] for prompt in prompts])[:limit]
+    return [prompts[index] for index in sorted(chosen)]
 
 
 def tasks(prompts: list[Prompt]) -> list[str]:

@@ -27,18 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_round import speculative_config
 from engine_wave import announce_done, announce_ready, hand_on, report, run_wave
 
+from vllm_dflash.calibrate.prompts import in_turn
+
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
 
 
 def load_chats(limit: int) -> list[list[dict[str, str]]]:
     """Held-out conversations, kinds interleaved."""
-    by_kind: dict[str, list[Any]] = {}
-    for line in PROMPTS.read_text().splitlines():
-        item = json.loads(line)
-        by_kind.setdefault(item["kind"], []).append(item["messages"])
-    rounds = max(map(len, by_kind.values()))
-    chats = [c[i] for i in range(rounds) for c in by_kind.values() if i < len(c)]
-    return chats[:limit]
+    items = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    places = in_turn([item["kind"] for item in items])
+    return [items[place]["messages"] for place in places[:limit]]
 
 
 def run_engine(args: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ from serving.arguments import (
     parse_serving_arguments,
     serving_options,
 )
-from serving.load import Load, LoadError, measure, write_prompts
+from serving.load import Load, LoadError, closed_load, measure, write_prompts
 from serving.mixed import AUTO, Ramp, find_ramp, parse_ramp
 from serving.servers import SERVERS, ServerWave, ServingOptions, speculative_config
 from serving.table import markdown
@@ -127,20 +127,6 @@ def run(args: argparse.Namespace, options: ServingOptions) -> Iterator[dict[str,
             if repeat is not None:
                 rows.append({**row, "repeat": repeat, "order": number})
                 yield rows[-1]
-
-
-def closed_load(args: argparse.Namespace, setting: Setting, repeat: int | None) -> Load:
-    """Return a measurement at one concurrency; if repeat is None, its warm-up."""
-    temperature, concurrency = setting
-    num_prompts = max(concurrency * args.prompts_per_slot, args.min_prompts)
-    return Load(
-        temperature=temperature,
-        concurrency=concurrency,
-        num_prompts=concurrency if repeat is None else num_prompts,
-        max_tokens=args.max_tokens,
-        seed=repeat or 0,
-        ignore_eos=args.ignore_eos,
-    )
 
 
 def mixed_load(

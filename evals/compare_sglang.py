@@ -32,7 +32,7 @@ from serving.arguments import (
     parse_serving_arguments,
     serving_options,
 )
-from serving.load import Load, LoadError, measure, write_prompts
+from serving.load import Load, LoadError, closed_load, measure, write_prompts
 from serving.servers import SERVERS as VLLM_SERVERS
 from serving.servers import ServingOptions, server_spec
 from sglang_server import SGLangServer, SGLangSpec
@@ -103,12 +103,12 @@ def run(args: argparse.Namespace, options: ServingOptions) -> Iterator[dict[str,
             log_path = log_dir / f"{name}-{round_}.log"
             with make_server(name, args, options, log_path) as server:
                 for setting in settings:
-                    load = _load(args, setting, None, adds_tokens)
+                    load = closed_load(args, setting, None, adds_tokens)
                     measure_server(server, load, prompts, log_dir / "bench.log")
                 for repeat in range(args.repeats):
                     for setting in rng.sample(settings, len(settings)):
                         number = round_ * args.repeats + repeat
-                        load = _load(args, setting, number, adds_tokens)
+                        load = closed_load(args, setting, number, adds_tokens)
                         row = measure_server(
                             server, load, prompts, log_dir / "bench.log"
                         )
@@ -241,25 +241,6 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
             ".venv/bin/python evals/bench_serving.py",
         )
     return versions
-
-
-def _load(
-    args: argparse.Namespace,
-    setting: tuple[float, int],
-    repeat: int | None,
-    adds_tokens: bool,
-) -> Load:
-    temperature, concurrency = setting
-    num_prompts = max(concurrency * args.prompts_per_slot, args.min_prompts)
-    return Load(
-        temperature=temperature,
-        concurrency=concurrency,
-        num_prompts=concurrency if repeat is None else num_prompts,
-        max_tokens=args.max_tokens,
-        seed=repeat or 0,
-        ignore_eos=args.ignore_eos,
-        add_special_tokens=adds_tokens,
-    )
 
 
 def _parse() -> argparse.Namespace:

@@ -49,6 +49,7 @@ from acceptance_tables import (
     rounds_by_wave,
 )
 
+from vllm_dflash.cli.arguments import json_object
 from vllm_dflash.demo.compare import acceptance_length
 from vllm_dflash.metrics.tree_dump import TreeRound, read_dump
 
@@ -250,7 +251,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-children", type=int, default=8)
     parser.add_argument(
         "--chat-template-kwargs",
-        type=json.loads,
+        type=json_object(
+            "Variables of the chat template by name",
+            """--chat-template-kwargs '{"enable_thinking": false}'""",
+        ),
         default={},
         help='for the chat template, such as {"enable_thinking": false}',
     )

@@ -14,7 +14,6 @@ looked up; closer than fp32 rounds they are a near tie, and either is right.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -24,6 +23,9 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests/helpers"), str(ROOT / "kernels"), str(ROOT)]
+
+from vllm_dflash.cli.arguments import json_object  # noqa: E402
 
 
 def main() -> int:
@@ -124,7 +126,7 @@ def _engine_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str,
 
 
 def _prepare_process(device: str) -> None:
-    """Set what is read when vLLM and Triton are imported, and find the helpers."""
+    """Set what is read when vLLM and Triton are imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -135,7 +137,6 @@ def _prepare_process(device: str) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    sys.path[:0] = [str(ROOT / "tests/helpers"), str(ROOT / "kernels"), str(ROOT)]
     from vllm_dflash import plugin
 
     # As vLLM does where the plugin is installed.
@@ -153,7 +154,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=16, help="nodes of a tree")
     parser.add_argument(
         "--ddtree",
-        type=json.loads,
+        type=json_object("Options of ddtree by name", """--ddtree '{"budget": 31}'"""),
         default={},
         help="other options of the tree as JSON",
     )

@@ -33,6 +33,7 @@ from acceptance_engine import (
 )
 from acceptance_prompts import load_prompts
 
+from vllm_dflash.cli.arguments import json_object
 from vllm_dflash.demo.compare import acceptance_length
 
 # Configuration -> name of the wave -> its answers and counters.
@@ -153,7 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--sampling",
-        type=json.loads,
+        type=json_object(
+            "Arguments of SamplingParams by name", """--sampling '{"top_p": 0.9}'"""
+        ),
         nargs="*",
         default=[{}],
         help="options of a request beside the temperature, as JSON objects",

@@ -5,6 +5,7 @@ It is called in this process, since importing it takes longer than most measurem
 each row holds the command line that does the same.
 """
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 from serving.mixed import Ramp
 
+from vllm_dflash.calibrate.prompts import in_turn
 from vllm_dflash.demo.serve import VLLMServer
 
 PROMPTS = Path(__file__).resolve().parent.parent / "prompts" / "heldout.jsonl"
@@ -59,6 +61,26 @@ class Load:
         return f"T={self.temperature:g} {load}"
 
 
+def closed_load(
+    args: argparse.Namespace,
+    setting: tuple[float, int],
+    repeat: int | None,
+    add_special_tokens: bool = False,
+) -> Load:
+    """Return a measurement at one concurrency; if repeat is None, its warm-up."""
+    temperature, concurrency = setting
+    num_prompts = max(concurrency * args.prompts_per_slot, args.min_prompts)
+    return Load(
+        temperature=temperature,
+        concurrency=concurrency,
+        num_prompts=concurrency if repeat is None else num_prompts,
+        max_tokens=args.max_tokens,
+        seed=repeat or 0,
+        ignore_eos=args.ignore_eos,
+        add_special_tokens=add_special_tokens,
+    )
+
+
 class LoadError(RuntimeError):
     """Requests failed, so the figures mean nothing."""
 
@@ -75,22 +97,16 @@ def write_prompts(target: str, path: Path) -> int:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    by_kind: dict[str, list[str]] = {}
+    kinds, prompts = [], []
     for line in PROMPTS.read_text(encoding="utf-8").splitlines():
         item = json.loads(line)
         prompt = tokenizer.apply_chat_template(
             item["messages"], add_generation_prompt=True, tokenize=False
         )
-        by_kind.setdefault(item["kind"], []).append(prompt)
-    # The kinds in turn, so that a few prompts are of all kinds.
-    longest = max(map(len, by_kind.values()))
-    prompts = [
-        prompts[index]
-        for index in range(longest)
-        for prompts in by_kind.values()
-        if index < len(prompts)
-    ]
-    lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
+        kinds.append(item["kind"])
+        prompts.append(prompt)
+    # In turn, so that a few prompts are of all kinds.
+    lines = [json.dumps({"prompt": prompts[place]}) for place in in_turn(kinds)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(prompts)
 

@@ -5,12 +5,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import TREE_BUDGET, gpu_memory
+from evals_modules import EVALS, import_evals
 from tiny_models import write_draft, write_target
 from tiny_tokenizer import write_tokenizer
 
@@ -22,18 +21,14 @@ pytest.importorskip("lm_eval", reason="needs the extra eval")
 
 pytestmark = pytest.mark.e2e
 
-EVALS = Path(__file__).resolve().parents[2] / "evals"
 TASKS = ["local_copying", "local_python_functions"]
 
 
 @pytest.fixture(scope="module")
 def evals():
-    sys.path.insert(0, str(EVALS))
-    try:
-        from accuracy import compare, config, worker
-    finally:
-        sys.path.remove(str(EVALS))
-    return SimpleNamespace(compare=compare, config=config, worker=worker)
+    return import_evals(
+        compare="accuracy.compare", config="accuracy.config", worker="accuracy.worker"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules, options and made-up rows for tests of the serving benchmark."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_dflash.demo.pair import ModelPair
+from evals_modules import import_evals
 
-EVALS = Path(__file__).resolve().parents[2] / "evals"
+from vllm_dflash.demo.pair import ModelPair
 
 
 def load_evals() -> SimpleNamespace:
-    """Import the benchmark's modules, which are scripts beside each other."""
-    sys.path.insert(0, str(EVALS))
-    try:
-        import bench_serving
-        import report
-        from serving import load, mixed, plots, servers, table
-    finally:
-        sys.path.remove(str(EVALS))
-    return SimpleNamespace(
-        bench_serving=bench_serving,
-        report=report,
-        load=load,
-        mixed=mixed,
-        plots=plots,
-        servers=servers,
-        table=table,
+    """Import the benchmark's modules."""
+    return import_evals(
+        bench_serving="bench_serving",
+        report="report",
+        load="serving.load",
+        mixed="serving.mixed",
+        plots="serving.plots",
+        servers="serving.servers",
+        table="serving.table",
     )
 
 
@@ -87,3 +78,16 @@ def mixed_row(
         "peak_in_flight": 40,
         "result": result,
     }
+
+
+def some_mixed_rows() -> list[dict[str, Any]]:
+    """Rows of mixed loads: several servers, repeats of one, two temperatures."""
+    return [
+        mixed_row("tree-auto", 180.0, 105.0),
+        mixed_row("tree-16", 200.0, 100.0),
+        mixed_row("none", 600.0, 90.0),
+        mixed_row("tree-fixed", 240.0, 110.0),
+        mixed_row("tree-16", 260.0, 104.0),
+        mixed_row("tree-16", 220.0, 98.0),
+        mixed_row("tree-auto", 300.0, 80.0, temperature=1.0),
+    ]

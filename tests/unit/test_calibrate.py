@@ -202,3 +202,8 @@ def test_prompts_of_a_file(tmp_path):
     assert len(prompts.read_messages(None)) == 16
     assert prompts.lengthen([1, 2, 3], 5) == [2, 3, 1, 2, 3]
     assert prompts.lengthen([1, 2, 3], 2) == [1, 2, 3]
+
+
+def test_kinds_come_in_turn():
+    assert prompts.in_turn(["a", "a", "b", None, "a", "b"]) == [0, 2, 3, 1, 5, 4]
+    assert prompts.in_turn([]) == []

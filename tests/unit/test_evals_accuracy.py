@@ -2,16 +2,15 @@
 """Configurations of the accuracy evaluation, and its item by item comparison."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from evals_modules import EVALS, import_evals
 
 from vllm_dflash.demo.pair import ModelPair
 
-EVALS = Path(__file__).resolve().parents[2] / "evals"
 CONFIGS = sorted((EVALS / "configs").glob("*.yaml"))
 MINIMAL = {
     "model": "target",
@@ -23,13 +22,11 @@ MINIMAL = {
 
 @pytest.fixture(scope="module")
 def evals():
-    sys.path.insert(0, str(EVALS))
-    try:
-        import run_lm_eval
-        from accuracy import compare, config
-    finally:
-        sys.path.remove(str(EVALS))
-    return SimpleNamespace(run_lm_eval=run_lm_eval, compare=compare, config=config)
+    return import_evals(
+        run_lm_eval="run_lm_eval",
+        compare="accuracy.compare",
+        config="accuracy.config",
+    )
 
 
 def load(evals, tmp_path, **values):

@@ -5,23 +5,16 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from evals_modules import import_evals
 
 ROOT = Path(__file__).resolve().parents[2]
-EVALS = ROOT / "evals"
 
 
 @pytest.fixture(scope="module")
 def evals():
-    sys.path.insert(0, str(EVALS))
-    try:
-        import projection
-        import projection_model
-    finally:
-        sys.path.remove(str(EVALS))
-    return SimpleNamespace(projection=projection, model=projection_model)
+    return import_evals(projection="projection", model="projection_model")
 
 
 @pytest.fixture(scope="module")

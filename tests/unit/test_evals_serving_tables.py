@@ -7,7 +7,8 @@ from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
-from serving_rows import EVALS, load_evals, mixed_row, row
+from evals_modules import EVALS
+from serving_rows import load_evals, row, some_mixed_rows
 
 
 @pytest.fixture(scope="module")
@@ -17,15 +18,7 @@ def evals():
 
 @pytest.fixture
 def mixed_rows():
-    return [
-        mixed_row("tree-auto", 180.0, 105.0),
-        mixed_row("tree-16", 200.0, 100.0),
-        mixed_row("none", 600.0, 90.0),
-        mixed_row("tree-fixed", 240.0, 110.0),
-        mixed_row("tree-16", 260.0, 104.0),
-        mixed_row("tree-16", 220.0, 98.0),
-        mixed_row("tree-auto", 300.0, 80.0, temperature=1.0),
-    ]
+    return some_mixed_rows()
 
 
 @pytest.fixture

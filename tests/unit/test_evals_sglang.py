@@ -9,32 +9,24 @@ from types import SimpleNamespace
 
 import fake_sglang_server
 import pytest
+from evals_modules import EVALS, import_evals
 from fake_sglang_server import ACCEPTED, EOS, NUM_TOKENS, NUM_VERIFIES
 
 from vllm_dflash.demo.pair import ModelPair
 from vllm_dflash.demo.serve import ServerError, ServerSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-EVALS = ROOT / "evals"
 FAKE_SERVER = ROOT / "tests/helpers/fake_sglang_server.py"
 PAIR = ModelPair("/target", "/draft", "name", is_embedded=True)
 
 
 @pytest.fixture(scope="module")
 def evals():
-    sys.path.insert(0, str(EVALS))
-    try:
-        import compare_sglang
-        import sglang_agreement
-        import sglang_server
-        import sglang_table
-    finally:
-        sys.path.remove(str(EVALS))
-    return SimpleNamespace(
-        compare=compare_sglang,
-        agreement=sglang_agreement,
-        server=sglang_server,
-        table=sglang_table,
+    return import_evals(
+        compare="compare_sglang",
+        agreement="sglang_agreement",
+        server="sglang_server",
+        table="sglang_table",
     )
 
 

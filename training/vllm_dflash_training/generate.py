@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_dflash.calibrate.prompts import in_turn
 from vllm_dflash_training.backends import Backend, Job, Sampling
 from vllm_dflash_training.config import RunConfig
 from vllm_dflash_training.heldout import HeldOut
@@ -254,12 +255,8 @@ def choose_heldout(
     """Return some of the rows, the kinds in turn."""
     if limit is None:
         return rows
-    rank = dict.fromkeys((row.get("kind") for row in rows), -1)
-    keyed = []
-    for index, row in enumerate(rows):
-        rank[row.get("kind")] += 1
-        keyed.append((rank[row.get("kind")], index))
-    return [rows[index] for index in sorted(i for _, i in sorted(keyed)[:limit])]
+    chosen = in_turn([row.get("kind") for row in rows])[:limit]
+    return [rows[index] for index in sorted(chosen)]
 
 
 def load_heldout_responses(folder: Path) -> list[tuple[list[int], list[int]]]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ def read_prompt_lines(path: Path) -> Iterator[tuple[int, dict[str, Any], Message
                 '{"prompt": "Hello!"}',
             ) from error
         yield number, item, messages
+
+
+def in_turn(kinds: Sequence[Hashable]) -> list[int]:
+    """Return the places of a list with the kinds in turn: the first of each, …"""
+    seen: Counter[Hashable] = Counter()
+    keyed = []
+    for place, kind in enumerate(kinds):
+        keyed.append((seen[kind], place))
+        seen[kind] += 1
+    return [place for _, place in sorted(keyed)]
 
 
 def tokenize(tokenizer: Any, conversations: list[Messages]) -> list[list[int]]:
