@@ -11,6 +11,9 @@ step, microseconds per step by kernel, the host functions with the most time of 
 own, and which CUDA graph served each step. The engines start together and run one
 after another. Host times are inflated by the profiler: compare engines only.
 
+With ``--save DIR`` every engine leaves a trace (Perfetto, chrome://tracing) and a
+profile of the host (``python -m pstats``) there.
+
 With ``--arrivals N`` a new request of N prompt tokens, which ends after its first
 token, joins before every step while the batch runs: every step then mixes a prefill
 with the rows of the batch, and the report is about mixed steps.
@@ -109,10 +112,14 @@ class Engine:
         return [self.rng.randrange(10, 40000) for _ in range(length)]
 
 
-def profile_device(engine: Engine, max_tokens: int) -> None:
+def profile_device(engine: Engine, max_tokens: int, save: Path | None) -> None:
     import torch
 
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    if save is not None:
+        # Launches too, so that a trace shows what the GPU waits for.
+        activities.append(torch.profiler.ProfilerActivity.CPU)
+    profiler = torch.profiler.profile(activities=activities)
 
     def on_step(step: int) -> None:
         if step == WARMUP_STEPS:
@@ -122,6 +129,8 @@ def profile_device(engine: Engine, max_tokens: int) -> None:
             profiler.stop()
 
     engine.run(max_tokens, on_step)
+    if save is not None:
+        profiler.export_chrome_trace(str(save.with_suffix(".trace.json.gz")))
     total: collections.Counter[str] = collections.Counter()
     calls: collections.Counter[str] = collections.Counter()
     for event in profiler.events():
@@ -134,7 +143,7 @@ def profile_device(engine: Engine, max_tokens: int) -> None:
         print(f"{value / PROFILED_STEPS:9.1f} us {count:6.1f} x  {name[:90]}")
 
 
-def profile_host(engine: Engine, max_tokens: int) -> None:
+def profile_host(engine: Engine, max_tokens: int, save: Path | None) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     modes: collections.Counter[tuple] = collections.Counter()
@@ -151,6 +160,8 @@ def profile_host(engine: Engine, max_tokens: int) -> None:
     engine.run(max_tokens)
     profile.disable()
     CudaGraphManager.dispatch = dispatch
+    if save is not None:
+        profile.dump_stats(save.with_suffix(".pstats"))
     print("\ngraphs:", modes.most_common(8))
     pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
@@ -169,8 +180,12 @@ def profile_engine(args: argparse.Namespace) -> None:
             f"== {args.engine}, batch {args.batch}{arrivals}: "
             f"{statistics.median(steps):.3f} ms a step (p10 {low:.3f}, p90 {high:.3f})"
         )
-        profile_device(engine, args.max_tokens)
-        profile_host(engine, args.max_tokens)
+        save = None
+        if args.save is not None:
+            args.save.mkdir(parents=True, exist_ok=True)
+            save = args.save / f"{args.engine}-batch{args.batch}"
+        profile_device(engine, args.max_tokens, save)
+        profile_host(engine, args.max_tokens, save)
     report(dict(engine=args.engine, profile=text.getvalue()))
     announce_done()
 
@@ -190,6 +205,12 @@ def main() -> None:
     )
     parser.add_argument("--target", help="a real pair instead of dummy weights")
     parser.add_argument("--draft")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="keep each engine's trace and its profile of the host there",
+    )
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
