@@ -24,8 +24,9 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_dflash.attention.builder import TreeBuilderMixin
 from vllm_dflash.attention.flash_prefix import FlashPrefixMixin, attend_to_prefix
+from vllm_dflash.attention.metadata import TreeAttention
 from vllm_dflash.attention.mixed import MixedBuilderMixin
-from vllm_dflash_kernels.tree_attention import tree_attention
+from vllm_dflash_kernels.tree_attention.step import TreeAttentionStep
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 
@@ -76,11 +77,10 @@ class TreeImplMixin:
         # [num_blocks, num_kv_heads, block_size, 2 * head_size]
         kv_cache: torch.Tensor,
         metadata: Any,
-        tree: Any,
+        tree: TreeAttention,
         # [num_tokens, num_heads, head_size], verify rows are written
         output: torch.Tensor,
     ) -> None:
-        key_cache, value_cache = kv_cache.split(self.head_size, dim=-1)  # type: ignore[attr-defined]
         k_scale = v_scale = None
         if kv_cache.dtype in _FP8_DTYPES:
             k_scale, v_scale = layer._k_scale, layer._v_scale
@@ -89,21 +89,12 @@ class TreeImplMixin:
                 query = query.to(output.dtype)
                 k_scale = k_scale * layer._q_scale
         prefix_lse = attend_to_prefix(self, query, kv_cache, metadata, output)
-        num_reqs = tree.num_verify_reqs
-        batch = metadata.verify_batch
         window = self.sliding_window  # type: ignore[attr-defined]
-        tree_attention(
+        _step_of(metadata, tree)(
             query,
-            key_cache,
-            value_cache,
-            block_table=batch.block_table_tensor[:num_reqs],
-            seq_lens=batch.seq_lens[:num_reqs],
-            query_start_loc=batch.query_start_loc[: num_reqs + 1],
-            ancestors=tree.batch_ancestors,
-            tree_len=tree.tree_len,
-            max_query_len=tree.max_query_len,
+            kv_cache,
+            output,
             scale=self.scale,  # type: ignore[attr-defined]
-            out=output,
             # vLLM stores the window as (left, right) offsets, (-1, -1) when absent.
             sliding_window=-1 if window is None or window[0] < 0 else window[0] + 1,
             softcap=self.logits_soft_cap or 0.0,  # type: ignore[attr-defined]
@@ -111,9 +102,25 @@ class TreeImplMixin:
             k_scale=k_scale,
             v_scale=v_scale,
             prefix_lse=prefix_lse,
+        )
+
+
+def _step_of(metadata: Any, tree: TreeAttention) -> TreeAttentionStep:
+    """Return the launches that the layers of this metadata share."""
+    step = getattr(metadata, "tree_step", None)
+    if step is None:
+        batch, num_reqs = metadata.verify_batch, tree.num_verify_reqs
+        step = metadata.tree_step = TreeAttentionStep(
+            block_table=batch.block_table_tensor[:num_reqs],
+            seq_lens=batch.seq_lens[:num_reqs],
+            query_start_loc=batch.query_start_loc[: num_reqs + 1],
+            ancestors=tree.batch_ancestors,
+            tree_len=tree.tree_len,
+            max_query_len=tree.max_query_len,
             max_seq_len=tree.max_seq_len,
             workspace=tree.workspace,
         )
+    return step
 
 
 class TreeFlashAttentionMetadataBuilder(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Impl, use_triton
+from ..relaunch import KeptLaunch
 from .reference import tree_attention_reference
 from .tiles import MAX_WIDTH
 from .workspace import TreeAttentionWorkspace
@@ -72,6 +73,7 @@ def tree_attention(
     workspace: TreeAttentionWorkspace | None = None,
     num_splits: int | None = None,
     impl: Impl = "auto",
+    kept: list[KeptLaunch] | None = None,
 ) -> torch.Tensor:
     """Write the attention output of the first rows of every request into ``out``.
 
@@ -106,6 +108,7 @@ def tree_attention(
         workspace: Scratch for split keys; None allocates it at every call.
         num_splits: Key splits, 1 to 32; None chooses from the host-side sizes.
         impl: ``"triton"``, ``"reference"``, or by device.
+        kept: Is given the launches, which ``TreeAttentionStep`` repeats.
     """
     _check(
         query,
@@ -170,4 +173,5 @@ def tree_attention(
         workspace=workspace,
         num_splits=num_splits,
         prefix_lse=prefix_lse,
+        kept=kept,
     )

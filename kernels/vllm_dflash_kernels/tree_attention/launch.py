@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import cdiv, next_power_of_2
+from ..relaunch import KeptLaunch, launch
 from .kernel import tree_attention_kernel
 from .reduce import reduce_splits_kernel
 from .tiles import SplitPlan, Tile, plan_splits, select_tile
@@ -14,6 +15,16 @@ from .workspace import TreeAttentionWorkspace, device_limits
 # Elements of the partial outputs that one program of the reduction holds.
 _REDUCE_ELEMENTS = 8192
 _PDL_CAPABILITY = 90
+# What differs between the layers of a step.
+_OF_A_LAYER = (
+    "out_ptr",
+    "query_ptr",
+    "key_ptr",
+    "sinks_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
+    "prefix_lse_ptr",
+)
 
 
 def launch_tree_attention(
@@ -41,6 +52,7 @@ def launch_tree_attention(
     tile: Tile | None = None,
     plan: SplitPlan | None = None,
     launch_pdl: bool | None = None,
+    kept: list[KeptLaunch] | None = None,
 ) -> torch.Tensor:
     """Checked arguments of ``tree_attention`` in, two launches (or one) out.
 
@@ -49,6 +61,7 @@ def launch_tree_attention(
         plan: Overrides the split plan; for the benchmark.
         launch_pdl: Start the reduction before the attention has drained
             (programmatic dependent launch); None: from sm_90 on.
+        kept: Is given what repeats the launches for other layers (``step.py``).
     """
     num_reqs = seq_lens.shape[0]
     num_heads, head_size = query.shape[1:]
@@ -90,7 +103,7 @@ def launch_tree_attention(
     plan_args = (max_query_len, plan.fill_splits, plan.min_tiles, plan.long_tiles)
 
     grid = (tile.num_row_tiles(rows), plan.num_splits, num_reqs * num_kv_heads)
-    tree_attention_kernel[grid](
+    args = (
         out,
         partial,
         lse,
@@ -121,6 +134,8 @@ def launch_tree_attention(
         ancestors.stride(0),
         ancestors.stride(1),
         prefix_lse.stride(0) if prefix_lse is not None else 0,
+    )
+    constants = dict(
         FROM_PREFIX=prefix_lse is not None,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -141,12 +156,12 @@ def launch_tree_attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    launch(tree_attention_kernel, grid, args, constants, kept, _OF_A_LAYER)
     if plan.num_splits == 1:
         return out
     splits_pad = next_power_of_2(plan.num_splits)
     block_r = max(1, min(8, _REDUCE_ELEMENTS // (splits_pad * head_pad)))
-    options = {"launch_pdl": True} if launch_pdl else {}
-    reduce_splits_kernel[(cdiv(rows, block_r), num_kv_heads, num_reqs)](
+    args = (
         out,
         partial,
         lse,
@@ -157,6 +172,8 @@ def launch_tree_attention(
         *plan_args,
         out.stride(0),
         out.stride(1),
+    )
+    constants = dict(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_SIZE=head_size,
@@ -168,6 +185,9 @@ def launch_tree_attention(
         BLOCK_R=block_r,
         SPLITS_PAD=splits_pad,
         num_warps=4,
-        **options,
     )
+    if launch_pdl:
+        constants["launch_pdl"] = True
+    grid = (cdiv(rows, block_r), num_kv_heads, num_reqs)
+    launch(reduce_splits_kernel, grid, args, constants, kept, _OF_A_LAYER)
     return out
