@@ -5,6 +5,7 @@ A draft that was trained on other context than it is served with still loads and
 lossless, so only these comparisons show it.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -25,13 +26,14 @@ from engines import (
     token_ids,
     tree_config,
 )
-from tiny_models import BLOCK_SIZE, MASK_TOKEN, write_target
+from tiny_models import BLOCK_SIZE, DRAFT_LAYERS, MASK_TOKEN, write_target
 from tiny_tokenizer import write_tokenizer
 from training_runs import (
     CPU,
     ROOT,
     answer,
     load_target,
+    random_rows,
     tiny_config,
     tiny_responses,
     trainer,
@@ -120,6 +122,19 @@ def generation_run(folder: Path, target: str) -> list[str]:
     return ["env", *unset, "VLLM_PLUGINS=", *command]
 
 
+def speaking_target(folder: Path) -> str:
+    """A target with a tokenizer, many of whose tokens end an answer."""
+    # Otherwise no own prompt would have an end.
+    target = write_target(folder, eos_token_id=[2, *range(300, 330)])
+    write_tokenizer(target)
+    return target
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """The prompts and answers of a run."""
+    return {path.name: path.read_bytes() for path in (folder / "data").glob("*.jsonl")}
+
+
 def engine_process(parent: int, index: int) -> psutil.Process | None:
     for child in psutil.Process(parent).children(recursive=True):
         if f"--engine={index}" in child.cmdline():
@@ -128,10 +143,7 @@ def engine_process(parent: int, index: int) -> psutil.Process | None:
 
 
 def test_two_engines_write_what_one_does_also_when_one_is_killed(tmp_path):
-    # Many tokens end an answer, or no own prompt would have an end.
-    ends = [2, *range(300, 330)]
-    target = write_target(tmp_path / "target", eos_token_id=ends)
-    write_tokenizer(target)
+    target = speaking_target(tmp_path / "target")
     folders = [tmp_path / "one", tmp_path / "two"]
     one, two = (generation_run(folder, target) for folder in folders)
     subprocess.run(one, check=True, timeout=200)
@@ -146,22 +158,55 @@ def test_two_engines_write_what_one_does_also_when_one_is_killed(tmp_path):
     _, log = first.communicate(timeout=60)
     assert first.returncode == 2
     assert "error: engine 1 ended with exit code -9" in log
-    expected, found = (
-        {path.name: path.read_bytes() for path in (folder / "data").glob("*.jsonl")}
-        for folder in folders
-    )
+    expected, found = map(written, folders)
     assert len(found) < len(expected)
     subprocess.run(engines, check=True, timeout=200)
-    found = {p.name: p.read_bytes() for p in (folders[1] / "data").glob("*.jsonl")}
-    assert found == expected
+    assert written(folders[1]) == expected
     rows = [row for name in expected for row in expected[name].splitlines()]
     assert len(set(rows)) > 60
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_answers_made_with_a_draft_are_those_without(tmp_path, tiny_draft):
+    """Greedy, with seeds and min_p; a folder that was begun without goes on with it."""
+    target = speaking_target(tmp_path / "target")
+    command = generation_run(tmp_path / "run", target)
+    # Both with the runner that trees need: a seed means another noise in vLLM's other.
+    runner = ["VLLM_DFLASH_CPU=1", "VLLM_PLUGINS=dflash,dflash_cpu"]
+    at = command.index("VLLM_PLUGINS=")
+    plain = [*command[:at], *runner, *command[at + 1 :]]
+    subprocess.run(plain, check=True, timeout=300)
+    expected = written(tmp_path / "run")
+    names = sorted(name for name in expected if name != "prompts.jsonl")
+    assert len(names) > 10
+    for name in [*names[::2], "self.jsonl"]:
+        (tmp_path / "run/data" / name).unlink(missing_ok=True)
+    # As from a shell without any of it.
+    drafts = [*command, "--set", "generation.engines=2"]
+    drafts += ["--set", f"generation.speculative={{model: {tiny_draft}, nodes: 8}}"]
+    drafts[drafts.index("VLLM_PLUGINS=")] = "VLLM_LOGGING_LEVEL=INFO"
+    done = subprocess.run(drafts, stderr=subprocess.PIPE, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "verifies every DFlash block as a tree: depth 7, budget 8" in done.stderr
+    assert written(tmp_path / "run") == expected
+
+
+def grown_draft(folder: Path, target: str, draft: str) -> str:
+    """A draft with a third layer that has learnt something."""
+    config = tiny_config(folder, draft, learning_rate=3e-3)
+    more = dataclasses.replace(config.draft, num_layers=DRAFT_LAYERS + 1)
+    config = dataclasses.replace(config, draft=more)
+    training = trainer(config, load_target(target), random_rows(12))
+    training.train(None)
+    training.export(folder / "draft")
+    return str(folder / "draft")
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "grown"])
 def test_training_forward_gives_the_logits_that_are_served(
     tiny_target, tiny_draft, prompts, tmp_path, kind
 ):
+    if kind == "grown":
+        tiny_draft = grown_draft(tmp_path / "grown", tiny_target, tiny_draft)
     config = chain_config(tiny_draft) if kind == "chain" else tree_config(tiny_draft)
     with engine(tiny_target, config) as llm:
         records = record_drafts(llm)

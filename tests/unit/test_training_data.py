@@ -10,7 +10,11 @@ import torch
 from training_runs import ROOT, random_rows
 
 from vllm_dflash_training.blocks import block_tokens, draw_anchors, make_blocks
-from vllm_dflash_training.config import PromptOptions, load_config
+from vllm_dflash_training.config import (
+    PromptOptions,
+    SpeculativeOptions,
+    load_config,
+)
 from vllm_dflash_training.data import Batches, Responses, load_responses
 from vllm_dflash_training.draft_shape import spread_layers
 from vllm_dflash_training.heldout import HeldOut, prompt_hash
@@ -214,6 +218,39 @@ def test_configs_of_the_repository_load(path):
             "engines is wrong .*1 with generation.backend: transformers",
         ),
         ("work_dir: x", "draft.mask_token_id is wrong"),
+        (
+            "work_dir: x\ndraft: {init_from: embedded, num_layers: 0}",
+            "draft.num_layers is wrong .*more than 0",
+        ),
+        (
+            "work_dir: x\ndraft: {init_from: embedded}\n"
+            "generation: {backend: transformers, speculative: true}",
+            "speculative is wrong .*false with backend: transformers",
+        ),
+        (
+            "work_dir: x\ndraft: {mask_token_id: 4}\ngeneration: {speculative: true}",
+            "speculative.model is wrong .*the folder of a draft",
+        ),
+        (
+            "work_dir: x\ndraft: {init_from: embedded}\ngeneration: {speculative: "
+            "true, engine_args: {speculative_config: {method: ngram}}}",
+            "speculative_config is wrong .*generation.speculative in its place",
+        ),
+        (
+            "work_dir: x\ndraft: {init_from: embedded}\n"
+            "generation: {speculative: {nodes: 256}}",
+            "speculative.nodes is wrong .*1 to 255",
+        ),
+        (
+            "work_dir: x\ndraft: {init_from: embedded}\n"
+            "generation: {speculative: {nodes: 7, depth: 8}}",
+            "speculative.depth is wrong .*1 to 7",
+        ),
+        (
+            "work_dir: x\ndraft: {init_from: embedded}\n"
+            "generation: {speculative: fast}",
+            "speculative is wrong .*the keys model, nodes, depth",
+        ),
         ("- 1", "work_dir is wrong"),
         ("a: [", "can't be read"),
     ],
@@ -232,6 +269,21 @@ def test_values_can_be_changed_on_the_command_line():
     assert config.training.learning_rate == 1e-5
     with pytest.raises(ValueError, match="section.key=value"):
         load_config(path, ["loss"])
+
+
+def test_a_section_that_may_be_left_out_is_a_switch():
+    path = ROOT / "training/configs/embedded.yaml"
+
+    def speculative(*words: str):
+        overrides = [f"generation.speculative{word}" for word in words]
+        return load_config(path, overrides).generation.speculative
+
+    assert speculative() is None
+    assert speculative("=true") == SpeculativeOptions()
+    assert speculative("=true", "=false") is None
+    assert speculative("=null") is None
+    assert speculative("=true", ".nodes=7") == SpeculativeOptions(nodes=7)
+    assert speculative("={model: x, depth: 3}") == SpeculativeOptions("x", depth=3)
 
 
 def test_pieces_make_the_file_again(tmp_path):

@@ -17,6 +17,7 @@ from vllm_dflash_training.config import (
     PromptOptions,
     RunConfig,
     SelfPrompts,
+    SpeculativeOptions,
 )
 from vllm_dflash_training.generate import Generation, facts, make_prompts
 from vllm_dflash_training.heldout import HeldOut
@@ -191,6 +192,7 @@ def test_no_shard_is_begun_after_the_time_limit(tmp_path, heldout, reference):
         (dict(engines=4), True),
         (dict(batch_size=7, gpu_memory_utilization=0.2, time_limit_s=1.0), True),
         (dict(engine_args=dict(kv_cache_memory_bytes=1, max_num_seqs=3)), True),
+        (dict(speculative=SpeculativeOptions("a", 7)), True),
         (dict(engine_args=dict(quantization="fp8")), False),
         (dict(shard_size=5), False),
         (dict(min_p=0.1), False),

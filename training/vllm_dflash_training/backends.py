@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_dflash_training.config import GenerationOptions
+from vllm_dflash_training.speculation import Speculation, choose_plugins
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,17 @@ class Backend(Protocol):
         """Finish all jobs; one that was begun is finished. They are asked for late."""
 
 
-def vllm_device() -> torch.device:
+def vllm_device(is_speculative: bool = False) -> torch.device:
     """Return what vLLM will run on; to be asked before anything else of CUDA.
 
     vLLM forks its engine's process. Nothing may have asked torch's CUDA library by
     then, not even whether there is a device, or the fork can't use it. vLLM asks the
     driver, and once it is imported torch does so too.
+
+    Args:
+        is_speculative: Whether it will answer with a draft, and so needs the plugin.
     """
-    # Generation needs neither drafts nor this project's plugin.
-    os.environ.setdefault("VLLM_PLUGINS", "")
+    choose_plugins(is_speculative)
     from vllm.platforms import current_platform
 
     return torch.device("cpu" if current_platform.is_cpu() else "cuda")
@@ -66,6 +69,7 @@ def engine_arguments(
     options: GenerationOptions,
     is_cpu: bool,
     total_memory: Callable[[], int],
+    speculation: Speculation | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`.
 
@@ -75,16 +79,21 @@ def engine_arguments(
 
     Args:
         total_memory: Asked for the bytes of the GPU if they are needed.
+        speculation: The draft that answers are made with; its cache is in the same
+            pool.
     """
+    drafts = speculation.engine_arguments(options, is_cpu) if speculation else {}
     memory: dict[str, Any] = {
         "gpu_memory_utilization": options.gpu_memory_utilization / options.engines,
+        **drafts,
         **options.engine_args,
     }
     if options.engines > 1 and not is_cpu and "kv_cache_memory_bytes" not in memory:
         share = memory["gpu_memory_utilization"] * total_memory()
         memory["kv_cache_memory_bytes"] = int(share / 2)
-    if is_cpu:
-        # There vLLM 0.32 can't prefill a part of a prompt that has a seed.
+    if is_cpu and speculation is None:
+        # vLLM 0.32's runner there can't prefill a part of a prompt that has a seed; the
+        # one that trees run on can.
         memory.setdefault("enable_chunked_prefill", False)
     return {
         "dtype": str(dtype).removeprefix("torch."),
@@ -121,8 +130,9 @@ class VllmBackend:
         max_length: int,
         stop_ids: list[int],
         options: GenerationOptions,
+        speculation: Speculation | None = None,
     ):
-        is_cpu = vllm_device().type == "cpu"
+        is_cpu = vllm_device(speculation is not None).type == "cpu"
         if is_cpu:
             # In GiB. vLLM's default is half of the memory.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -134,7 +144,12 @@ class VllmBackend:
         self.low_water = 2 * options.batch_size
         self._num_requests = 0
         arguments = engine_arguments(
-            dtype, max_length, options, is_cpu, current_platform.get_device_total_memory
+            dtype,
+            max_length,
+            options,
+            is_cpu,
+            current_platform.get_device_total_memory,
+            speculation,
         )
         self.llm = LLM(model=target, **arguments)
 

@@ -14,6 +14,14 @@ from dataclasses import dataclass
 import torch
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host; to a GPU without waiting for what it does."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        # From pageable memory a copy may wait for the steps under way.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Sequences of prompt and response, padded on the right."""
@@ -28,9 +36,9 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Return the batch on another device."""
         return Batch(
-            self.tokens.to(device, non_blocking=True),
-            self.prompt_lens.to(device, non_blocking=True),
-            self.lens.to(device, non_blocking=True),
+            to_device(self.tokens, device),
+            to_device(self.prompt_lens, device),
+            to_device(self.lens, device),
         )
 
 
@@ -44,6 +52,18 @@ class Blocks:
     labels: torch.Tensor
     # [num_seqs, num_blocks, depth], bool; False after the end, and of unused blocks
     is_valid: torch.Tensor
+
+    def to(self, device: torch.device) -> Blocks:
+        """Return the blocks on another device."""
+        return Blocks(
+            to_device(self.anchors, device),
+            to_device(self.labels, device),
+            to_device(self.is_valid, device),
+        )
+
+    def rows(self) -> torch.Tensor:
+        """Return which of the flat (block, depth) count. Waits for a GPU's blocks."""
+        return self.is_valid.flatten().nonzero()[:, 0]
 
 
 def draw_anchors(

@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_dflash.errors import option_error
-from vllm_dflash_training.config import EMBEDDED, DraftOptions
+from vllm_dflash_training.config import DraftOptions
 from vllm_dflash_training.draft import DFlashDraft
 from vllm_dflash_training.draft_shape import new_draft_config, shape_from_config
+from vllm_dflash_training.growth import grow
+from vllm_dflash_training.speculation import draft_folder
 from vllm_dflash_training.target import Target
 
 _STATE = "state.pt"
@@ -39,6 +41,8 @@ def make_draft(
             'The folder of a draft, "embedded" or null are allowed',
             "draft.init_from: embedded",
         ) from error
+    if options.num_layers is not None:
+        config, weights = grow(config, weights, options.num_layers)
     draft = DFlashDraft(shape_from_config(config, target.config))
     expected = {name: tuple(p.shape) for name, p in draft.named_parameters()}
     got = {name: tuple(weight.shape) for name, weight in weights.items()}
@@ -54,15 +58,6 @@ def make_draft(
         )
     draft.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return draft, config
-
-
-def draft_folder(name: str) -> Path:
-    """Return the folder of a draft."""
-    if name != EMBEDDED:
-        return Path(name).expanduser()
-    from vllm_dflash.demo.pair import embedded_draft
-
-    return embedded_draft()
 
 
 def _load_weights(folder: Path) -> dict[str, torch.Tensor]:

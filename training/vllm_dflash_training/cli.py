@@ -70,12 +70,15 @@ def _run(config: RunConfig, stages: list[str], args: argparse.Namespace) -> int:
 
 def _generate(config: RunConfig, heldout: HeldOut, args: argparse.Namespace) -> None:
     from vllm_dflash_training.generate import Generation
+    from vllm_dflash_training.speculation import find_speculation
 
     require_same_run(config.data_folder() / "facts.json", _data_facts(config))
     generation = Generation(config, heldout, args.engine or 0)
     if args.engine is None and generation.is_complete():
         _say("all responses are there")
         return
+    # Before any engine is started, which takes a while.
+    speculation = find_speculation(config)
     if config.generation.backend == "vllm" and args.engine is None:
         _generate_with_engines(config, args)
         return
@@ -91,7 +94,10 @@ def _generate(config: RunConfig, heldout: HeldOut, args: argparse.Namespace) -> 
 
     options = config.generation
     # First of all: the tokenizer is of a library that knows CUDA too.
-    device = vllm_device() if options.backend == "vllm" else find_device()
+    if options.backend == "vllm":
+        device = vllm_device(speculation is not None)
+    else:
+        device = find_device()
     dtype = pick_dtype(config.target_dtype, device)
     target = target_folder(config.target)
     tokens = ChatTokens(target)
@@ -101,7 +107,7 @@ def _generate(config: RunConfig, heldout: HeldOut, args: argparse.Namespace) -> 
         longest = max(options.max_tokens, config.evaluation.max_tokens, own)
         # Held-out prompts have no limit; twice that of the others is plenty.
         length = 2 * config.prompts.max_tokens + longest
-        backend = VllmBackend(target, dtype, length, stops, options)
+        backend = VllmBackend(target, dtype, length, stops, options, speculation)
     else:
         backend = TransformersBackend(target, dtype, device, stops, options)
     started = time.perf_counter()

@@ -3,27 +3,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from vllm_dflash.config import MAX_BUDGET
 from vllm_dflash.errors import option_error
+from vllm_dflash_training.config_values import parse, set_word, wrong_value
 
 EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What the draft is. With `init_from` its config is kept, and these are unused.
+    """What the draft is. With `init_from` its config is kept, all but the layers.
 
     Attributes:
         init_from: Folder of a draft to go on from, "embedded", or null for new weights.
-        num_layers: Decoder layers of a new draft.
+        num_layers: Decoder layers; null: those of `init_from`, or 5 of a new draft.
+            With more than `init_from` has the draft is grown: the rest begin as layers
+            that add nothing.
         block_size: Anchor and mask tokens of a block; the depth is one less.
         mask_token_id: A token that no text holds. Needed for a new draft.
         target_layer_ids: Layers whose outputs are the context, counted from 0; null
@@ -32,7 +33,7 @@ class DraftOptions:
     """
 
     init_from: str | None = None
-    num_layers: int = 5
+    num_layers: int | None = None
     block_size: int = 16
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
@@ -76,6 +77,21 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class SpeculativeOptions:
+    """A draft that answers are made with: faster, and the same answers.
+
+    Attributes:
+        model: Folder of a draft for the target, or "embedded"; null: `draft.init_from`.
+        nodes: Of a tree, root excluded. A request has a row more in each step.
+        depth: Tokens that a block drafts; null: as many as the draft and `nodes` allow.
+    """
+
+    model: str | None = None
+    nodes: int = 15
+    depth: int | None = None
+
+
+@dataclass(frozen=True)
 class GenerationOptions:
     """How the target answers.
 
@@ -89,6 +105,8 @@ class GenerationOptions:
         engines: Engines side by side on the same GPU, each with its own process and its
             own shards. What they write doesn't depend on how many there are.
         gpu_memory_utilization: Of all engines together.
+        speculative: Answer with a draft and this project's plugin; true for the
+            defaults, null or false for none. vLLM's backend only.
         engine_args: More arguments of `vllm.LLM`, as `tensor_parallel_size`; they win,
             and are those of each engine.
     """
@@ -102,6 +120,7 @@ class GenerationOptions:
     time_limit_s: float | None = None
     engines: int = 1
     gpu_memory_utilization: float = 0.6
+    speculative: SpeculativeOptions | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -239,94 +258,17 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
                 "section.key=value is allowed",
                 "--set training.steps=100",
             )
-        _set(words, key.split("."), yaml.safe_load(text))
-    config = _parse(RunConfig, words, "")
+        set_word(words, key.split("."), yaml.safe_load(text))
+    config = parse(RunConfig, words, "")
     _check(config)
     return config
-
-
-def _set(words: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        words = words.setdefault(key, {})
-    words[keys[-1]] = value
-
-
-def _parse(kind: type, words: Any, place: str) -> Any:
-    if not isinstance(words, dict):
-        raise _wrong(place, words, f"the keys {', '.join(_names(kind))}")
-    unknown = sorted(set(words) - set(_names(kind)))
-    if unknown:
-        raise _wrong(f"{place}.{unknown[0]}", words[unknown[0]], _names(kind))
-    hints = typing.get_type_hints(kind)
-    values = {
-        name: _value(hints[name], value, f"{place}.{name}")
-        for name, value in words.items()
-    }
-    missing = [
-        f.name
-        for f in dataclasses.fields(kind)
-        if f.name not in values
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise _wrong(f"{place}.{missing[0]}", None, "a value: it has no default")
-    return kind(**values)
-
-
-def _names(kind: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(kind)]
-
-
-def _value(hint: Any, value: Any, place: str) -> Any:
-    origin = typing.get_origin(hint)
-    if dataclasses.is_dataclass(hint):
-        return _parse(hint, value, place)  # type: ignore[arg-type]
-    if origin is types.UnionType:
-        if value is None and types.NoneType in typing.get_args(hint):
-            return None
-        hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
-        return _value(hint, value, place)
-    if origin is Literal:
-        if value not in typing.get_args(hint):
-            raise _wrong(place, value, typing.get_args(hint))
-        return value
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise _wrong(place, value, "a mapping")
-        return value
-    if origin is list:
-        if not isinstance(value, list):
-            raise _wrong(place, value, "a list")
-        (item,) = typing.get_args(hint)
-        return [_value(item, v, f"{place}[{i}]") for i, v in enumerate(value)]
-    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
-        # YAML reads 6e-4 as a string.
-        try:
-            return float(value)
-        except ValueError:
-            raise _wrong(place, value, "a number") from None
-    is_bool = isinstance(value, bool)
-    if not isinstance(value, hint) or (is_bool and hint is not bool):
-        raise _wrong(place, value, f"a value of type {hint.__name__}")
-    return value
-
-
-def _wrong(place: str, value: Any, allowed: Any) -> ValueError:
-    if not isinstance(allowed, str):
-        allowed = ", ".join(str(a) for a in allowed)
-    name = place.lstrip(".") or "the config"
-    return option_error(
-        f"{name} is wrong (got {value!r})",
-        f"Allowed: {allowed}",
-        "a value of docs/training.md",
-    )
 
 
 def _check(config: RunConfig) -> None:
     training, draft, loss = config.training, config.draft, config.loss
     limit = training.time_limit_s
     positive = {
+        "draft.num_layers": 1 if draft.num_layers is None else draft.num_layers,
         "training.steps": training.steps,
         "training.sequences_per_batch": training.sequences_per_batch,
         "training.anchors_per_sequence": training.anchors_per_sequence,
@@ -347,7 +289,7 @@ def _check(config: RunConfig) -> None:
     }
     for name, value in positive.items():
         if value <= 0:
-            raise _wrong(name, value, "more than 0")
+            raise wrong_value(name, value, "more than 0")
     for name, share in {
         "loss.smoothing": loss.smoothing,
         "loss.distill_share": loss.distill_share,
@@ -356,23 +298,51 @@ def _check(config: RunConfig) -> None:
         "training.ema_decay": training.ema_decay or 0.0,
     }.items():
         if not 0 <= share <= 1:
-            raise _wrong(name, share, "0 to 1")
+            raise wrong_value(name, share, "0 to 1")
     if not 1 <= config.evaluation.max_children <= 32:
-        raise _wrong(
+        raise wrong_value(
             "evaluation.max_children", config.evaluation.max_children, "1 to 32"
         )
     if draft.init_from is None:
         if draft.block_size < 2:
-            raise _wrong("draft.block_size", draft.block_size, "2 or more")
+            raise wrong_value("draft.block_size", draft.block_size, "2 or more")
         if draft.mask_token_id is None:
-            raise _wrong(
+            raise wrong_value(
                 "draft.mask_token_id", None, "the id of a token that no text holds"
             )
     if config.generation.backend == "transformers" and config.generation.engines > 1:
-        raise _wrong(
+        raise wrong_value(
             "generation.engines",
             config.generation.engines,
             "1 with generation.backend: transformers",
         )
     if not config.generation.passes:
-        raise _wrong("generation.passes", [], "at least one pass")
+        raise wrong_value("generation.passes", [], "at least one pass")
+    if config.generation.speculative is not None:
+        _check_speculation(config)
+
+
+def _check_speculation(config: RunConfig) -> None:
+    generation, options = config.generation, config.generation.speculative
+    assert options is not None
+    place = "generation.speculative"
+    if generation.backend != "vllm":
+        raise wrong_value(place, options, f"false with backend: {generation.backend}")
+    if options.model is None and config.draft.init_from is None:
+        raise wrong_value(
+            f"{place}.model",
+            None,
+            "the folder of a draft where draft.init_from names none",
+        )
+    if "speculative_config" in generation.engine_args:
+        raise wrong_value(
+            "generation.engine_args.speculative_config",
+            generation.engine_args["speculative_config"],
+            f"{place} in its place",
+        )
+    if not 1 <= options.nodes <= MAX_BUDGET:
+        raise wrong_value(f"{place}.nodes", options.nodes, f"1 to {MAX_BUDGET}")
+    if options.depth is not None and not 1 <= options.depth <= options.nodes:
+        raise wrong_value(
+            f"{place}.depth", options.depth, f"1 to {options.nodes} (nodes)"
+        )

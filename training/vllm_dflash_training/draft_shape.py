@@ -10,6 +10,8 @@ from vllm_dflash.errors import option_error
 from vllm_dflash_training.config import DraftOptions
 
 ARCHITECTURE = "DFlashDraftModel"
+# Of a new draft that names no number.
+NUM_LAYERS = 5
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def new_draft_config(target: Any, options: DraftOptions) -> dict[str, Any]:
         target: Its config of transformers.
         options: Depth, layers and ids.
     """
+    num_layers = options.num_layers or NUM_LAYERS
     layers = options.target_layer_ids
     if layers is None:
         layers = spread_layers(target.num_hidden_layers, options.num_features)
@@ -75,11 +78,11 @@ def new_draft_config(target: Any, options: DraftOptions) -> dict[str, Any]:
         "hidden_size": target.hidden_size,
         "initializer_range": 0.02,
         "intermediate_size": target.intermediate_size,
-        "layer_types": ["full_attention"] * options.num_layers,
+        "layer_types": ["full_attention"] * num_layers,
         "max_position_embeddings": target.max_position_embeddings,
-        "max_window_layers": options.num_layers,
+        "max_window_layers": num_layers,
         "num_attention_heads": heads,
-        "num_hidden_layers": options.num_layers,
+        "num_hidden_layers": num_layers,
         "num_key_value_heads": target.num_key_value_heads,
         "num_target_layers": target.num_hidden_layers,
         "rms_norm_eps": target.rms_norm_eps,

@@ -27,7 +27,13 @@ from vllm_dflash_training.tokenise import ChatTokens
 PROMPTS, HELD_OUT, SELF = "prompts.jsonl", "heldout.jsonl", "self.jsonl"
 # What changes how fast answers are made and in how much memory. Like everything that
 # changes what is computed together, it can flip a near tie.
-_SPEED = ("batch_size", "time_limit_s", "engines", "gpu_memory_utilization")
+_SPEED = (
+    "batch_size",
+    "time_limit_s",
+    "engines",
+    "gpu_memory_utilization",
+    "speculative",
+)
 _ENGINE_SPEED = (
     "async_scheduling",
     "block_size",

@@ -18,7 +18,12 @@ from tqdm import tqdm
 from vllm_dflash.errors import option_error
 from vllm_dflash_training import losses
 from vllm_dflash_training.acceptance import Totals, block_acceptance, evaluate
-from vllm_dflash_training.blocks import Blocks, draw_anchors, make_blocks
+from vllm_dflash_training.blocks import (
+    Blocks,
+    draw_anchors,
+    make_blocks,
+    to_device,
+)
 from vllm_dflash_training.checkpoint import (
     export,
     load_state,
@@ -130,14 +135,15 @@ class Trainer:
             anchors, is_used = draw_anchors(
                 batch, options.anchors_per_sequence, generator
             )
-            batch = batch.to(world.device)
-            anchors, is_used = anchors.to(world.device), is_used.to(world.device)
+            # On the host, so that a step never waits for the GPU to count its rows.
             blocks = make_blocks(batch, anchors, is_used, self.draft.shape.depth)
+            rows = to_device(blocks.rows(), world.device)
+            batch, blocks = batch.to(world.device), blocks.to(world.device)
             ddp = self.forward.module
             is_synced = is_last or world.size == 1
             with nullcontext() if is_synced else ddp.no_sync():  # type: ignore[operator]
-                hidden, final = self.forward.hidden(batch, anchors)
-                value = self._loss(hidden, final, blocks)
+                hidden, final = self.forward.hidden(batch, blocks.anchors)
+                value = self._loss(hidden, final, blocks, rows)
                 (value / options.accumulation).backward()
             loss += value.detach() / options.accumulation
         norm = self.optimiser.step(rate)
@@ -146,9 +152,13 @@ class Trainer:
         return {"loss": loss, "norm": norm, "hidden": hidden, "blocks": blocks}
 
     def _loss(
-        self, hidden: torch.Tensor, final: torch.Tensor, blocks: Blocks
+        self,
+        hidden: torch.Tensor,
+        final: torch.Tensor,
+        blocks: Blocks,
+        # Those of `blocks.rows`
+        rows: torch.Tensor,
     ) -> torch.Tensor:
-        rows = blocks.is_valid.flatten().nonzero()[:, 0]
         weights = self.weights.expand_as(blocks.is_valid).flatten()[rows]
         weights = weights / weights.sum()
         labels = blocks.labels.flatten()[rows]
