@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same Triton launch again, with other pointers, at a fraction of its host time.
+"""Launches past most of Triton's own host work.
 
 A launch binds, types and specialises every argument before it finds the compiled
 kernel: 33 us for the 55 arguments of tree attention on one host, where running the
-compiled kernel took 9. The layers of a model launch one kernel with equal numbers and
-other tensors, and in a step without a CUDA graph the host is what they wait for.
+compiled kernel took 9. Outside CUDA graphs the host is what a step of a small model
+waits for.
+
+``KeptLaunch`` repeats one launch with other pointers, as the layers of a step do.
+``KeptKernel`` finds the compiled kernel by what the arguments are like, for kernels
+that every step launches once.
 """
 
 from __future__ import annotations
@@ -87,3 +91,51 @@ def launch(
 def are_aligned(pointers: Sequence[int]) -> bool:
     """Whether a kernel compiled for aligned pointers takes these."""
     return not any(pointer % _ALIGNMENT for pointer in pointers)
+
+
+class KeptKernel:
+    """A ``triton.jit`` function and what it was compiled to.
+
+    Args:
+        kernel: The function; its constant parameters come last.
+        num_warps: Of every launch.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int):
+        self.kernel = kernel
+        self.num_warps = num_warps
+        self._compiled: dict[tuple, Any] = {}
+
+    def launch(
+        self, grid: tuple[int, int, int], args: Sequence[Any], **constants: Any
+    ) -> None:
+        """Launch on the current stream.
+
+        Args:
+            grid: Three numbers.
+            args: Tensors and integers, in the order of the kernel's parameters.
+            constants: Its constant parameters, in their order.
+        """
+        values: list[Any] = []
+        # Triton distinguishes numbers less finely, so no two kinds share a kernel that
+        # it would have kept apart.
+        kind: list[Any] = [*constants.values()]
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                address = arg.data_ptr()
+                values.append(address)
+                kind += (arg.dtype, address % _ALIGNMENT == 0)
+            else:
+                values.append(arg)
+                kind.append(arg)
+        key = (args[0].device, *kind)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*values, *constants.values())
+            return
+        names = [*self.kernel.arg_names[: len(args)], *constants]
+        assert names == list(self.kernel.arg_names), "arguments out of order"
+        compiled = self.kernel[grid](*args, **constants, num_warps=self.num_warps)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self._compiled[key] = compiled

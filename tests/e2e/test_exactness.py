@@ -5,6 +5,7 @@ import pytest
 from engines import engine, generate, params, token_ids, tree_config
 
 from vllm_dflash.kv_cache.compaction import KVCompactor
+from vllm_dflash.sample import tree_sampler
 from vllm_dflash.tree import verify_step
 
 pytestmark = pytest.mark.e2e
@@ -27,6 +28,18 @@ def test_unrigged_random_draft_equals_no_speculation(
     with engine(tiny_target, tree_config(tiny_draft)) as llm:
         got = token_ids(generate(llm, prompts, params()))
     assert got == greedy_reference
+
+
+def test_logits_in_chunks_give_the_same_tokens(
+    tiny_target, tiny_draft, prompts, greedy_reference, rig, monkeypatch
+):
+    # A request of 17 rows and little else a chunk, as with a large vocabulary.
+    monkeypatch.setattr(tree_sampler, "get_max_chunk_logits", lambda vocab_size: 20)
+    rig.add_references(prompts, greedy_reference)
+    with engine(tiny_target, tree_config(tiny_draft)) as llm:
+        got = token_ids(generate(llm, prompts, params()))
+    assert got == greedy_reference
+    assert rig.mean_tokens > 2
 
 
 SAMPLING = [

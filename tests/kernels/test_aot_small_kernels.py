@@ -64,6 +64,7 @@ class Compiler:
 
     def __init__(self, kernel, arch: int) -> None:
         self.kernel, self.arch = kernel, arch
+        self.arg_names = kernel.arg_names
 
     def __getitem__(self, grid):
         return self.compile
@@ -254,7 +255,10 @@ def main(arch: int) -> None:
     }.items():
         module = importlib.import_module(f"vllm_dflash_kernels.{op}.kernel")
         for kernel in kernels:
-            setattr(module, kernel, Compiler(getattr(module, kernel), arch))
+            compiler = Compiler(getattr(module, kernel), arch)
+            setattr(module, kernel, compiler)
+            if hasattr(module, "_KEPT"):
+                module._KEPT.kernel = compiler
     call_topk()
     call_tree_ops(48)
     call_tree_ops(255)

@@ -155,7 +155,11 @@ class DDTreeSpeculator(DFlashSpeculator):
                 num_rejected,
             )
             if aux_hidden_states:
-                aux_hidden_states = [gather_rows(aux_hidden_states, rows)]
+                # What the base does with them, less one concatenation.
+                last_hidden_states = self.model.combine_hidden_states(
+                    gather_rows(aux_hidden_states, rows)
+                )
+                aux_hidden_states = None
             else:
                 last_hidden_states = last_hidden_states[rows]
         # A step after which nothing is verified needs no draft, but the draft's context

@@ -32,6 +32,14 @@ from vllm_dflash.tree.verify_step import VerifyStep
 from vllm_dflash_kernels.tree_walk import walk_tree
 
 
+def _cut(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return rows of a tensor. Most batches are one chunk, whose rows are all of them.
+
+    A view is host time of every step.
+    """
+    return tensor if last - first == tensor.shape[0] else tensor[first:last]
+
+
 class TreeRejectionSampler(RejectionSampler):
     """Draws at every node, walks the tree, and compacts the accepted KV.
 
@@ -67,8 +75,9 @@ class TreeRejectionSampler(RejectionSampler):
             self.observer.mark("target")
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         logprobs_dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
-        positions = input_batch.positions[input_batch.logits_indices]
-        node_tokens = input_batch.input_ids[input_batch.logits_indices]
+        rows = input_batch.logits_indices
+        positions = input_batch.positions.index_select(0, rows)
+        node_tokens = input_batch.input_ids.index_select(0, rows)
 
         num_reqs = input_batch.num_reqs
         sampled = torch.empty(
@@ -86,8 +95,8 @@ class TreeRejectionSampler(RejectionSampler):
                 invalid_drafts,
                 start,
                 end,
-                sampled[start:end],
-                num_sampled[start:end],
+                _cut(sampled, start, end),
+                _cut(num_sampled, start, end),
                 logprobs_dims,
             )
             if chunk is not None:
@@ -144,19 +153,21 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> LogprobsTensors | None:
         """Sample and walk requests ``start`` to ``end``; their logprobs if asked."""
         lo, hi = (int(input_batch.cu_num_logits_np[i]) for i in (start, end))
-        slots = input_batch.idx_mapping[start:end]
-        row_slots = input_batch.expanded_idx_mapping[lo:hi]
-        cu_num_logits = input_batch.cu_num_logits[start : end + 1]
+        slots = _cut(input_batch.idx_mapping, start, end)
+        row_slots = _cut(input_batch.expanded_idx_mapping, lo, hi)
+        cu_num_logits = _cut(input_batch.cu_num_logits, start, end + 1)
         if lo:
             cu_num_logits = cu_num_logits - lo
+        logits, positions = _cut(logits, lo, hi), _cut(positions, lo, hi)
+        node_tokens = _cut(node_tokens, lo, hi)
         processed = self.sampler.apply_sampling_params(
-            logits[lo:hi],
+            logits,
             row_slots,
             slots,
             input_batch.idx_mapping_np[start:end],
-            positions[lo:hi],
-            node_tokens[lo:hi],
-            input_batch.expanded_local_pos[lo:hi],
+            positions,
+            node_tokens,
+            _cut(input_batch.expanded_local_pos, lo, hi),
             input_batch.seq_lens_cpu_upper_bound.numpy()[start:end],
         )
         states = self.sampler.sampling_states
@@ -165,7 +176,7 @@ class TreeRejectionSampler(RejectionSampler):
             row_slots,
             states.temperature.gpu,
             states.seeds.gpu,
-            positions[lo:hi],
+            positions,
             apply_temperature=False,
             is_drafting=False,
             use_fp64=self.sampler.use_fp64_gumbel,
@@ -173,11 +184,11 @@ class TreeRejectionSampler(RejectionSampler):
         path = self.step.path[start:end]
         walk_tree(
             target_tokens,
-            node_tokens[lo:hi],
+            node_tokens,
             cu_num_logits,
             slots,
             self.step.trees.parents,
-            self.step.tree_len[start:end],
+            self.step.tree_len[start:] if start else self.step.tree_len,
             invalid_drafts=None if invalid_drafts is None else invalid_drafts[lo:hi],
             sampled=sampled,
             num_sampled=num_sampled,
@@ -189,7 +200,7 @@ class TreeRejectionSampler(RejectionSampler):
         if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
             source = processed
         else:
-            source = logits[lo:hi]
+            source = logits
         return self._path_logprobs(
             source, cu_num_logits, slots, path, sampled, *logprobs_dims
         )

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..relaunch import KeptKernel
+
 MAX_SOURCES = 8
 _BLOCK = 2048
 
@@ -62,19 +64,14 @@ def _gather_rows_kernel(
     tl.store(out, values, mask=mask)
 
 
+_KEPT = KeptKernel(_gather_rows_kernel, num_warps=4)
+
+
 def gather_rows(
     sources: Sequence[torch.Tensor], rows: torch.Tensor, out: torch.Tensor
 ) -> None:
     padded = [*sources, *[sources[0]] * (MAX_SOURCES - len(sources))]
     num_columns = sources[0].shape[1]
     grid = (rows.shape[0], len(sources), triton.cdiv(num_columns, _BLOCK))
-    _gather_rows_kernel[grid](
-        *padded,
-        rows,
-        out,
-        sources[0].stride(0),
-        out.stride(0),
-        num_columns,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
+    strides = (sources[0].stride(0), out.stride(0))
+    _KEPT.launch(grid, (*padded, rows, out, *strides, num_columns), BLOCK=_BLOCK)

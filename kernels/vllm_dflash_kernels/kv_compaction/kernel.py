@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import cdiv, next_power_of_2
+from ..relaunch import KeptKernel
 from .table import KVCacheTable
 
 # Words a program moves per entry: with a path of 16 rows, 16 words a thread.
@@ -92,6 +93,9 @@ def _compact_kv_kernel(
 _WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
+_KEPT = KeptKernel(_compact_kv_kernel, num_warps=4)
+
+
 def compact_kv(
     table: KVCacheTable,
     slot_mapping: torch.Tensor,
@@ -106,7 +110,7 @@ def compact_kv(
     content = table.content_bytes // word_bytes
     block = min(next_power_of_2(content), _MAX_BLOCK)
     chunks = cdiv(content, block)
-    _compact_kv_kernel[(table.num_layers, table.num_heads * chunks, num_reqs)](
+    args = (
         table.layer_ptrs,
         slot_mapping,
         query_start_loc,
@@ -117,6 +121,10 @@ def compact_kv(
         table.block_stride_bytes // word_bytes,
         table.head_stride_bytes // word_bytes,
         table.slot_stride_bytes // word_bytes,
+    )
+    _KEPT.launch(
+        (table.num_layers, table.num_heads * chunks, num_reqs),
+        args,
         BLOCK_SIZE=table.block_size,
         CONTENT=content,
         CHUNKS=chunks,
@@ -124,5 +132,4 @@ def compact_kv(
         WORD_TYPE=_WORD_TYPES[word_bytes],
         BLOCK_PATH=next_power_of_2(path.shape[1]),
         BLOCK=block,
-        num_warps=4,
     )

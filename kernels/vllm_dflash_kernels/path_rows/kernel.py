@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..relaunch import KeptKernel
+
 _BLOCK = 256
 _PROGRAMS = 8
 
@@ -78,6 +80,9 @@ def _path_rows_kernel(
         offset += BLOCK * PROGRAMS
 
 
+_KEPT = KeptKernel(_path_rows_kernel, num_warps=2)
+
+
 def path_rows(
     query_start_loc: torch.Tensor,
     tree_len: torch.Tensor,
@@ -91,7 +96,7 @@ def path_rows(
     num_padding: torch.Tensor,
 ) -> None:
     assert path.stride(1) == 1
-    _path_rows_kernel[(num_reqs, _PROGRAMS)](
+    args = (
         query_start_loc,
         tree_len,
         path,
@@ -102,7 +107,5 @@ def path_rows(
         rows,
         out_positions,
         num_padding,
-        BLOCK=_BLOCK,
-        PROGRAMS=_PROGRAMS,
-        num_warps=2,
     )
+    _KEPT.launch((num_reqs, _PROGRAMS, 1), args, BLOCK=_BLOCK, PROGRAMS=_PROGRAMS)

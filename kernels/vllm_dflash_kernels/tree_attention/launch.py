@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..dispatch import cdiv, next_power_of_2
 from ..relaunch import KeptLaunch, launch
 from .kernel import tree_attention_kernel
 from .reduce import reduce_splits_kernel
-from .tiles import SplitPlan, Tile, plan_splits, select_tile
+from .tiles import MAX_SPLITS, SplitPlan, Tile, plan_splits, select_tile
 from .workspace import TreeAttentionWorkspace, device_limits
 
 # Elements of the partial outputs that one program of the reduction holds.
@@ -159,8 +161,6 @@ def launch_tree_attention(
     launch(tree_attention_kernel, grid, args, constants, kept, _OF_A_LAYER)
     if plan.num_splits == 1:
         return out
-    splits_pad = next_power_of_2(plan.num_splits)
-    block_r = max(1, min(8, _REDUCE_ELEMENTS // (splits_pad * head_pad)))
     args = (
         out,
         partial,
@@ -182,12 +182,45 @@ def launch_tree_attention(
         USE_SINKS=sinks is not None,
         LAUNCH_PDL=launch_pdl,
         BLOCK_N=tile.block_n,
-        BLOCK_R=block_r,
-        SPLITS_PAD=splits_pad,
         num_warps=4,
     )
     if launch_pdl:
         constants["launch_pdl"] = True
-    grid = (cdiv(rows, block_r), num_kv_heads, num_reqs)
-    launch(reduce_splits_kernel, grid, args, constants, kept, _OF_A_LAYER)
+    if query.is_cuda:
+        _compile_reductions(query.device, query.dtype, args, constants)
+    pads = _reduction_block(plan.num_splits, head_pad)
+    grid = (cdiv(rows, pads["BLOCK_R"]), num_kv_heads, num_reqs)
+    launch(reduce_splits_kernel, grid, args, constants | pads, kept, _OF_A_LAYER)
     return out
+
+
+def _reduction_block(num_splits: int, head_pad: int) -> dict[str, int]:
+    """Constants of the reduction that depend on the number of splits."""
+    splits_pad = next_power_of_2(num_splits)
+    block_r = max(1, min(8, _REDUCE_ELEMENTS // (splits_pad * head_pad)))
+    return dict(BLOCK_R=block_r, SPLITS_PAD=splits_pad)
+
+
+def _compile_reductions(
+    device: torch.device,
+    dtype: torch.dtype,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Compile the reduction for every number of splits when the first is used.
+
+    More requests mean fewer splits, and a mixed batch may have a number of requests
+    that no captured graph had: it would wait for the compiler while serving.
+    """
+    kind = (device, dtype, *constants.items())
+    if kind in _compiled_reductions:
+        return
+    _compiled_reductions.add(kind)
+    num_splits = 2
+    while num_splits <= MAX_SPLITS:
+        pads = _reduction_block(num_splits, constants["HEAD_PAD"])
+        reduce_splits_kernel.warmup(*args, grid=(1, 1, 1), **constants, **pads)
+        num_splits *= 2
+
+
+_compiled_reductions: set[tuple[Any, ...]] = set()

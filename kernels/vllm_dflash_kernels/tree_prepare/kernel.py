@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import next_power_of_2
+from ..relaunch import KeptKernel
 
 
 # Neither a batch size nor a slice's address is a new compilation while serving.
@@ -78,6 +79,9 @@ def _prepare_tree_step_kernel(
     tl.store(batch_ancestors_ptr + req * (W * WORDS) + word, bits, mask=is_word)
 
 
+_KEPT = KeptKernel(_prepare_tree_step_kernel, num_warps=1)
+
+
 def prepare_tree_step(
     slots: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -95,7 +99,7 @@ def prepare_tree_step(
     width, words = ancestors.shape[1:]
     assert depths.is_contiguous() and ancestors.is_contiguous()
     assert batch_ancestors.is_contiguous()
-    _prepare_tree_step_kernel[(num_reqs_padded,)](
+    args = (
         slots,
         query_start_loc,
         cu_num_logits,
@@ -107,9 +111,12 @@ def prepare_tree_step(
         batch_ancestors,
         tree_len,
         prefix_len,
+    )
+    _KEPT.launch(
+        (num_reqs_padded, 1, 1),
+        args,
         W=width,
         WORDS=words,
         BLOCK_NODES=next_power_of_2(width),
         BLOCK_ROW=next_power_of_2(width * words),
-        num_warps=1,
     )

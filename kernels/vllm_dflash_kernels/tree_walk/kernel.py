@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import next_power_of_2
+from ..relaunch import KeptKernel
 
 _NO_NODE = tl.constexpr(2**31 - 1)
 
@@ -108,6 +109,9 @@ def _walk_tree_kernel(
     tl.store(out_ptr + rest, padding, mask=is_rest)
 
 
+_KEPT = KeptKernel(_walk_tree_kernel, num_warps=1)
+
+
 def walk_tree(
     target_tokens: torch.Tensor,
     node_tokens: torch.Tensor,
@@ -129,7 +133,7 @@ def walk_tree(
         invalid = node_tokens  # not read
     else:
         invalid = invalid_drafts.view(torch.uint8)
-    _walk_tree_kernel[(num_reqs,)](
+    args = (
         target_tokens,
         node_tokens,
         cu_num_logits,
@@ -143,6 +147,10 @@ def walk_tree(
         path,
         path.stride(0),
         num_sampled if rank_counts is None else rank_counts,
+    )
+    _KEPT.launch(
+        (num_reqs, 1, 1),
+        args,
         W=width,
         SAMPLED_WIDTH=sampled_width,
         MAX_ROWS=max_rows,
@@ -151,5 +159,4 @@ def walk_tree(
         BLOCK_NODES=next_power_of_2(width),
         BLOCK_PATH=next_power_of_2(max_rows),
         BLOCK_SAMPLED=next_power_of_2(sampled_width),
-        num_warps=1,
     )
