@@ -27,6 +27,9 @@ class Counted:
         self.arg_names = kernel.arg_names
         self.launches = 0
 
+    def warmup(self, *args, **kwargs):
+        return self.kernel.warmup(*args, **kwargs)
+
     def __getitem__(self, grid):
         def run(*args, **kwargs):
             self.launches += 1
