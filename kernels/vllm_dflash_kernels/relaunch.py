@@ -3,7 +3,7 @@
 
 A launch binds, types and specialises every argument before it finds the compiled
 kernel: 33 us for the 55 arguments of tree attention on one host, where running the
-compiled kernel took 9. Outside CUDA graphs the host is what a step of a small model
+compiled kernel took 13. Outside CUDA graphs the host is what a step of a small model
 waits for.
 
 ``KeptLaunch`` repeats one launch with other pointers, as the layers of a step do.
