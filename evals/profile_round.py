@@ -12,7 +12,8 @@ own, and which CUDA graph served each step. The engines start together and run o
 after another. Host times are inflated by the profiler: compare engines only.
 
 With ``--save DIR`` every engine leaves a trace (Perfetto, chrome://tracing) and a
-profile of the host (``python -m pstats``) there.
+profile of the host (``python -m pstats``) there; recording the launches too makes the
+gaps between kernels longer.
 
 With ``--arrivals N`` a new request of N prompt tokens, which ends after its first
 token, joins before every step while the batch runs: every step then mixes a prefill
@@ -183,7 +184,8 @@ def profile_engine(args: argparse.Namespace) -> None:
         save = None
         if args.save is not None:
             args.save.mkdir(parents=True, exist_ok=True)
-            save = args.save / f"{args.engine}-batch{args.batch}"
+            kind = f"-arrivals{args.arrivals}" if args.arrivals else ""
+            save = args.save / f"{args.engine}-batch{args.batch}{kind}"
         profile_device(engine, args.max_tokens, save)
         profile_host(engine, args.max_tokens, save)
     report(dict(engine=args.engine, profile=text.getvalue()))

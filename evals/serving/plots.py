@@ -69,7 +69,9 @@ def save(runs: dict[str, list[dict[str, Any]]], stem: Path) -> list[Path]:
     for metric, figure in figures(runs).items():
         for suffix in ("png", "svg"):
             path = stem.with_name(f"{stem.name}_{metric}.{suffix}")
-            figure.savefig(path, dpi=120)
+            # Without the time of drawing, equal figures are equal files.
+            metadata = {"Date": None} if suffix == "svg" else None
+            figure.savefig(path, dpi=120, metadata=metadata)
             paths.append(path)
     return paths
 

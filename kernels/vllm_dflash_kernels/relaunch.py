@@ -2,7 +2,7 @@
 """Launches past most of Triton's own host work.
 
 A launch binds, types and specialises every argument before it finds the compiled
-kernel: 33 us for the 55 arguments of tree attention on one host, where running the
+kernel: 33 us for the 50 arguments of tree attention on one host, where running the
 compiled kernel took 13. Outside CUDA graphs the host is what a step of a small model
 waits for.
 

@@ -35,11 +35,22 @@ def test_logits_in_chunks_give_the_same_tokens(
 ):
     # A request of 17 rows and little else a chunk, as with a large vocabulary.
     monkeypatch.setattr(tree_sampler, "get_max_chunk_logits", lambda vocab_size: 20)
+    chunks, counts = tree_sampler.TreeRejectionSampler._request_chunks, []
+
+    def counting(*args):
+        found = list(chunks(*args))
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(
+        tree_sampler.TreeRejectionSampler, "_request_chunks", staticmethod(counting)
+    )
     rig.add_references(prompts, greedy_reference)
     with engine(tiny_target, tree_config(tiny_draft)) as llm:
         got = token_ids(generate(llm, prompts, params()))
     assert got == greedy_reference
     assert rig.mean_tokens > 2
+    assert max(counts) > 1
 
 
 SAMPLING = [

@@ -123,7 +123,10 @@ def test_constant_parameters_come_last(kernel):
 
 @pytest.mark.gpu
 def test_a_repeated_launch_does_the_same(device):
-    for num_reqs in (2, 3, 2, 3):
+    held = 0
+    for number, num_reqs in enumerate((2, 3, 2, 3)):
+        if number == 2:
+            held = len(PATH_ROWS._compiled)
         ints = dict(dtype=torch.int32, device=device)
         starts = torch.arange(0, 4 * num_reqs + 1, 4, **ints)
         rows = torch.full((4 * num_reqs,), -1, dtype=torch.int64, device=device)
@@ -142,4 +145,4 @@ def test_a_repeated_launch_does_the_same(device):
             num_padding=torch.full((num_reqs,), -1, **ints),
         )
         assert rows.tolist() == found.tolist() == list(range(4 * num_reqs))
-    assert PATH_ROWS._compiled
+    assert len(PATH_ROWS._compiled) == held > 0

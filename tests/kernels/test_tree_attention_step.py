@@ -10,6 +10,7 @@ from attention_batches import TREE7, Batch, check, random_requests, tree
 from vllm_dflash_kernels.tree_attention import TreeAttentionWorkspace
 from vllm_dflash_kernels.tree_attention import launch as launch_module
 from vllm_dflash_kernels.tree_attention import workspace as workspace_module
+from vllm_dflash_kernels.tree_attention.reduce import reduce_splits_kernel
 from vllm_dflash_kernels.tree_attention.step import TreeAttentionStep
 
 KERNELS = ("tree_attention_kernel", "reduce_splits_kernel")
@@ -75,7 +76,9 @@ def layer_of(batch, number):
     """The batch with a query, a cache and an output of another layer."""
     layer = copy.copy(batch)
     head_size = batch.shape[2]
-    cache = torch.cat([batch.key_cache, batch.value_cache], -1) * (1.0 - 0.25 * number)
+    cache = torch.cat([batch.key_cache, batch.value_cache], -1)
+    if batch.k_scale is None:
+        cache = cache * (1.0 - 0.25 * number)
     layer.kv_cache = cache.contiguous()
     layer.key_cache, layer.value_cache = cache.split(head_size, dim=-1)
     fused = torch.zeros(
@@ -108,7 +111,10 @@ def step_of(batch, workspace_rows=1 << 16):
 
 
 def attend(step, layer, tensors, **options):
-    for part in (layer.query, layer.kv_cache, layer.out, *options.values()):
+    cache = layer.kv_cache
+    # The kernel reads an fp8 cache as bytes.
+    cache = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+    for part in (layer.query, cache, layer.out, *options.values()):
         if isinstance(part, torch.Tensor):
             tensors[part.data_ptr()] = part
     scale = layer.shape[2] ** -0.5
@@ -162,6 +168,33 @@ def test_a_given_prefix_is_repeated_with_its_own_sums(batch, kernels):
     assert attention.launches == 1
 
 
+def test_an_fp8_cache_is_repeated_with_its_own_scales(device, kernels):
+    attention, _, tensors = kernels
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    requests = random_requests(3, [(20, 9), (130, 13)])
+    batch = Batch(requests, device, num_heads=4, num_kv_heads=2, dtype=dtype, fp8=True)
+    step = step_of(batch)
+    for number in range(3):
+        layer = layer_of(batch, number)
+        layer.k_scale = torch.tensor(0.5 + 0.25 * number, device=device)
+        layer.v_scale = torch.tensor(1.0 + number, device=device)
+        # Of a query in fp8 too, the scale of the keys is a tensor of this call.
+        scales = dict(k_scale=layer.k_scale * 1.0, v_scale=layer.v_scale)
+        attend(step, layer, tensors, **scales)
+        check(f"layer {number}", layer.expected(), layer.out)
+    assert attention.launches == 1
+
+
+def test_layers_with_another_softcap_launch_for_themselves(batch, kernels):
+    attention, _, tensors = kernels
+    step = step_of(batch)
+    for number, softcap in enumerate((0.0, 5.0, 5.0, 0.0)):
+        layer = layer_of(batch, number % 3)
+        attend(step, layer, tensors, softcap=softcap)
+        check(f"layer {number}", layer.expected(softcap=softcap), layer.out)
+    assert attention.launches == 2
+
+
 def test_what_begins_at_another_alignment_is_not_repeated(batch, kernels):
     attention, _, tensors = kernels
     step = step_of(batch)
@@ -208,3 +241,16 @@ def test_a_graph_holds_the_repeated_launches(device):
     for layer, one in zip(layers, expected, strict=True):
         check("replayed", layer.expected(), layer.out)
         assert torch.equal(layer.out.nan_to_num(), one.nan_to_num())
+
+
+@pytest.mark.gpu
+def test_every_reduction_is_compiled_with_the_first(device):
+    batch = Batch(
+        random_requests(5, [(700, 11), (64, 7)]), device, dtype=torch.bfloat16
+    )
+    batch.run(num_splits=2)
+    compiled = reduce_splits_kernel.device_caches[torch.cuda.current_device()][0]
+    held = len(compiled)
+    for num_splits in (3, 4, 7, 8, 16, 32):
+        batch.run(num_splits=num_splits)
+    assert len(compiled) == held

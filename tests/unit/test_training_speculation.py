@@ -128,7 +128,9 @@ def test_on_the_cpu_there_are_no_graphs_and_prompts_are_prefilled_in_parts():
         (None, True, "dflash,dflash_cpu"),
         # Set for engines without drafts, as in a shell that made some before.
         ("", True, "dflash,dflash_cpu"),
-        ("mine,dflash", True, "mine,dflash"),
+        ("mine", True, "mine,dflash,dflash_cpu"),
+        ("mine,dflash", True, "mine,dflash,dflash_cpu"),
+        ("dflash_cpu,dflash", True, "dflash_cpu,dflash"),
     ],
 )
 def test_the_plugin_is_loaded_where_it_is_needed(

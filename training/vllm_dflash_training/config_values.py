@@ -12,11 +12,18 @@ from vllm_dflash.errors import option_error
 
 
 def set_word(words: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Change the value that the keys lead to."""
-    for key in keys[:-1]:
-        if not isinstance(words.get(key), dict):
+    """Change the value that the keys lead to.
+
+    Raises:
+        ValueError: One of them is not a section.
+    """
+    for number, key in enumerate(keys[:-1], 1):
+        held = words.get(key)
+        if held is None or held is True:
             # Nothing yet, or a section that was only switched on.
             words[key] = {}
+        elif not isinstance(held, dict):
+            raise wrong_value(".".join(keys[:number]), held, "a section with keys")
         words = words[key]
     words[keys[-1]] = value
 

@@ -48,7 +48,7 @@ def grow(
         config["max_window_layers"] = num_layers
     for layer in range(before, num_layers):
         # The last ones in order; with more new layers than old ones, again and again.
-        source = f"layers.{(2 * before - num_layers + layer - before) % before}."
+        source = f"layers.{(before - num_layers + layer) % before}."
         for name in [name for name in weights if name.startswith(source)]:
             part = name.removeprefix(source)
             copy = weights[name].clone()

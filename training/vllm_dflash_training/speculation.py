@@ -95,7 +95,7 @@ def find_speculation(config: RunConfig) -> Speculation | None:
         block_size = int(
             draft.get("block_size") or draft["dflash_config"]["block_size"]
         )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise option_error(
             f"the draft of generation.speculative can't be read (got {folder}: "
             f"{error!r})",
@@ -138,9 +138,9 @@ def choose_plugins(is_speculative: bool) -> None:
     if not is_speculative:
         os.environ.setdefault("VLLM_PLUGINS", "")
         return
-    named = os.environ.get("VLLM_PLUGINS")
-    if named is None or _PLUGIN not in named.split(","):
-        os.environ["VLLM_PLUGINS"] = f"{_PLUGIN},{_CPU_PLUGIN}"
+    named = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
+    missing = [name for name in (_PLUGIN, _CPU_PLUGIN) if name not in named]
+    os.environ["VLLM_PLUGINS"] = ",".join([*named, *missing])
     # The choice of an attention backend may ask CUDA in this process, as it does in
     # `vllm serve`, and a fork could not use the GPU afterwards.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -66,7 +66,7 @@ class Trainer:
         self.step, self.elapsed_s = 0, 0.0
         # Until the first step was made: compilation, the first evaluation.
         self.start_up_s = 0.0
-        self.facts = _facts(config, responses, world)
+        self.facts = _facts(config, self.draft.shape.num_layers, responses, world)
         self._wants_stop = False
 
     # What is done after each interruption.
@@ -334,12 +334,15 @@ class Trainer:
                 signal.signal(number, handler)
 
 
-def _facts(config: RunConfig, responses: Responses, world: World) -> dict[str, Any]:
+def _facts(
+    config: RunConfig, num_layers: int, responses: Responses, world: World
+) -> dict[str, Any]:
     """What the order of the batches and the meaning of a state depend on."""
     options = config.training
     return {
         "seed": config.seed,
-        "draft": dataclasses.asdict(config.draft),
+        # Named or not, it is the number that the state has.
+        "draft": dataclasses.asdict(config.draft) | {"num_layers": num_layers},
         "loss": dataclasses.asdict(config.loss),
         "max_length": options.max_length,
         "sequences_per_batch": options.sequences_per_batch,

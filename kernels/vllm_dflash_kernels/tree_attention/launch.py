@@ -218,6 +218,7 @@ def _compile_reductions(
     _compiled_reductions.add(kind)
     num_splits = 2
     while num_splits <= MAX_SPLITS:
+        # In the order of the launch: Triton's key holds the options as they stand.
         pads = _reduction_block(num_splits, constants["HEAD_PAD"])
         reduce_splits_kernel.warmup(*args, grid=(1, 1, 1), **constants, **pads)
         num_splits *= 2
