@@ -176,7 +176,8 @@ def test_nothing_is_used_before_its_checksum_was_compared(tmp_path, monkeypatch)
 
 def test_embedded_draft_is_data_only():
     names = {path.name for path in embedded_draft().iterdir()}
-    assert names == {"LICENSE", "config.json", "model.safetensors"}
+    documents = {"LICENSE", "PROVENANCE.md"}
+    assert names == documents | {"config.json", "model.safetensors"}
 
 
 def test_demo_serves_to_this_machine_only():

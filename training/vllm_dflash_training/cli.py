@@ -90,7 +90,7 @@ def _generate(config: RunConfig, heldout: HeldOut, args: argparse.Namespace) -> 
         vllm_device,
     )
     from vllm_dflash_training.target import pick_dtype, target_folder
-    from vllm_dflash_training.tokenise import ChatTokens
+    from vllm_dflash_training.tokenise import load_tokens
 
     options = config.generation
     # First of all: the tokenizer is of a library that knows CUDA too.
@@ -100,8 +100,7 @@ def _generate(config: RunConfig, heldout: HeldOut, args: argparse.Namespace) -> 
         device = find_device()
     dtype = pick_dtype(config.target_dtype, device)
     target = target_folder(config.target)
-    tokens = ChatTokens(target)
-    stops = tokens.stop_ids(_hf_config(target))
+    tokens, stops = load_tokens(target)
     if options.backend == "vllm":
         own = config.prompts.self_generated.max_tokens
         longest = max(options.max_tokens, config.evaluation.max_tokens, own)
@@ -207,12 +206,6 @@ def _data_facts(config: RunConfig) -> dict:
     from vllm_dflash_training.generate import facts
 
     return facts(config)
-
-
-def _hf_config(target: str):
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(target)
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,12 +52,42 @@ class SelfPrompts:
 
 
 @dataclass(frozen=True)
+class AnswerShares:
+    """How often each kind of prompt is made of an earlier answer; in any unit.
+
+    Attributes:
+        text_task: A text, and something to do with it.
+        code_task: Code, and something to do with it.
+        second_turn: The earlier prompt, its answer, and what a user says next.
+    """
+
+    text_task: float = 0.5
+    code_task: float = 0.15
+    second_turn: float = 0.35
+
+
+@dataclass(frozen=True)
+class FromAnswers:
+    """Prompts made of what the target has answered in an earlier run.
+
+    Attributes:
+        data_dir: Data folder of that run, of the same target.
+        count: Number of prompts.
+    """
+
+    data_dir: str
+    count: int
+    shares: AnswerShares = AnswerShares()
+
+
+@dataclass(frozen=True)
 class PromptOptions:
     """Where prompts come from.
 
     Attributes:
         synthetic: Number of prompts of the seeded generator.
         files: JSONL files of {"messages": [...]} rows, relative to the repository.
+        from_answers: Prompts made of earlier answers; null for none.
         heldout: JSONL file of prompts that must not be trained on.
         max_tokens: Longer prompts are left out.
     """
@@ -64,6 +95,7 @@ class PromptOptions:
     synthetic: int = 0
     files: list[str] = field(default_factory=list)
     self_generated: SelfPrompts = SelfPrompts()
+    from_answers: FromAnswers | None = None
     heldout: str = "evals/prompts/heldout.jsonl"
     max_tokens: int = 440
 
@@ -320,6 +352,25 @@ def _check(config: RunConfig) -> None:
         raise wrong_value("generation.passes", [], "at least one pass")
     if config.generation.speculative is not None:
         _check_speculation(config)
+    if config.prompts.from_answers is not None:
+        _check_from_answers(config, config.prompts.from_answers)
+
+
+def _check_from_answers(config: RunConfig, options: FromAnswers) -> None:
+    place, shares = "prompts.from_answers", dataclasses.asdict(options.shares)
+    if options.count < 1:
+        raise wrong_value(f"{place}.count", options.count, "1 or more")
+    for name, share in shares.items():
+        if not share >= 0:
+            raise wrong_value(f"{place}.shares.{name}", share, "0 or more")
+    if not 0 < sum(shares.values()) < float("inf"):
+        raise wrong_value(f"{place}.shares", shares, "at least one above 0")
+    if Path(options.data_dir).resolve() == config.data_folder().resolve():
+        raise wrong_value(
+            f"{place}.data_dir",
+            options.data_dir,
+            "the data folder of an earlier run, not this run's own",
+        )
 
 
 def _check_speculation(config: RunConfig) -> None:

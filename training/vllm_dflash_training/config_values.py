@@ -75,7 +75,7 @@ def _value(hint: Any, value: Any, place: str) -> Any:
         hint = next(a for a in typing.get_args(hint) if a is not types.NoneType)
         if dataclasses.is_dataclass(hint) and isinstance(value, bool):
             # A section that may be left out is a switch too.
-            return hint() if value else None  # type: ignore[operator]
+            return parse(hint, {}, place) if value else None  # type: ignore[arg-type]
         return _value(hint, value, place)
     if origin is Literal:
         if value not in typing.get_args(hint):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -16,13 +17,16 @@ from typing import Any
 import numpy as np
 
 from vllm_dflash.calibrate.prompts import in_turn
+from vllm_dflash_training.answer_prompts import answer_prompts
+from vllm_dflash_training.answers import load_answers, require_source
 from vllm_dflash_training.backends import Backend, Job, Sampling
 from vllm_dflash_training.config import RunConfig
 from vllm_dflash_training.heldout import HeldOut
 from vllm_dflash_training.own_prompts import OwnPrompts
 from vllm_dflash_training.prompts import collect_prompts
 from vllm_dflash_training.shards import read_rows, require_same_run, write_rows
-from vllm_dflash_training.tokenise import ChatTokens
+from vllm_dflash_training.target import is_same_target, target_folder
+from vllm_dflash_training.tokenise import ChatTokens, load_tokens
 
 PROMPTS, HELD_OUT, SELF = "prompts.jsonl", "heldout.jsonl", "self.jsonl"
 # What changes how fast answers are made and in how much memory. Like everything that
@@ -56,6 +60,8 @@ _ENGINE_SPEED = (
     "tensor_parallel_size",
 )
 _POLL_S = 0.1
+# Of earlier answers, so many are looked at for each prompt that is wanted.
+_ANSWERS_A_PROMPT = 8
 
 
 def facts(config: RunConfig) -> dict[str, Any]:
@@ -71,10 +77,13 @@ def facts(config: RunConfig) -> dict[str, Any]:
     if not generation["engine_args"]:
         # Folders of before there were any go on.
         del generation["engine_args"]
+    prompts = dataclasses.asdict(config.prompts)
+    if config.prompts.from_answers is None:
+        del prompts["from_answers"]
     return {
         "target": config.target,
         "seed": config.seed,
-        "prompts": dataclasses.asdict(config.prompts),
+        "prompts": prompts,
         "generation": generation,
         "heldout_tokens": config.evaluation.max_tokens,
         "heldout_limit": config.evaluation.limit,
@@ -82,13 +91,36 @@ def facts(config: RunConfig) -> dict[str, Any]:
 
 
 def make_prompts(config: RunConfig, heldout: HeldOut) -> int:
-    """Write the prompts that need no model; return how many there are."""
+    """Write the prompts that need no model; return how many there are.
+
+    Raises:
+        ValueError: The folder was begun with another config, or what prompts are made
+            of is not there.
+    """
     folder = config.data_folder()
-    require_same_run(folder / "facts.json", facts(config))
-    path = folder / PROMPTS
+    path, record = folder / PROMPTS, folder / "facts.json"
+    if record.exists() or path.exists():
+        require_same_run(record, facts(config))
     if not path.exists():
-        write_rows(path, collect_prompts(config.prompts, config.seed, heldout))
+        more = _from_answers(config, heldout)
+        rows = collect_prompts(config.prompts, config.seed, heldout, more)
+        # Only now: a folder isn't begun with what is refused.
+        require_same_run(record, facts(config))
+        write_rows(path, rows)
     return sum(1 for _ in read_rows(path))
+
+
+def _from_answers(config: RunConfig, heldout: HeldOut) -> list[dict[str, Any]]:
+    options = config.prompts.from_answers
+    if options is None:
+        return []
+    source, number = Path(options.data_dir), _ANSWERS_A_PROMPT * options.count
+    require_source(source, config.target, is_same_target)
+    tokens, stops = load_tokens(target_folder(config.target))
+    rng = random.Random(config.seed)
+    answers = load_answers(source, number, rng, tokens, stops, heldout)
+    limit = config.prompts.max_tokens
+    return answer_prompts(options, answers, rng, tokens, limit, heldout)
 
 
 @dataclass(frozen=True)

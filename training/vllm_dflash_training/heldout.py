@@ -22,7 +22,20 @@ def prompt_hash(messages: Messages) -> str:
     A system message or an earlier turn doesn't make another prompt of the same
     question, so only the last message counts.
     """
-    words = _NO_WORD.sub(" ", messages[-1]["content"].casefold()).strip()
+    return _hash(messages[-1]["content"])
+
+
+def conversation_hash(messages: Messages) -> str:
+    """Hash all turns: two conversations that end alike are two.
+
+    Of a single turn it is `prompt_hash`.
+    """
+    turns = [m["content"] for m in messages if m["role"] != "system"]
+    return _hash("\n".join(turns))
+
+
+def _hash(text: str) -> str:
+    words = _NO_WORD.sub(" ", text.casefold()).strip()
     return hashlib.sha256(words.encode()).hexdigest()[:24]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,18 @@ import yaml
 
 from vllm_dflash.errors import option_error
 from vllm_dflash_training.config import PromptOptions
-from vllm_dflash_training.heldout import HeldOut, load_prompt_rows, prompt_hash
+from vllm_dflash_training.heldout import (
+    HeldOut,
+    conversation_hash,
+    load_prompt_rows,
+    prompt_hash,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MATERIAL = ROOT / "training/prompts/material.yaml"
 # Share of each kind among the synthetic prompts.
 KINDS = {"chat": 0.35, "code": 0.25, "arithmetic": 0.2, "summarise": 0.2}
-_SYSTEM_SHARE = 0.08
+SYSTEM_SHARE = 0.08
 # Draws in a row that gave nothing new: the material is used up.
 _PATIENCE = 2000
 
@@ -50,7 +55,7 @@ def synthetic_prompts(count: int, seed: int, heldout: HeldOut) -> list[dict[str,
     while len(rows) < count:
         (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
         messages = [{"role": "user", "content": makers[kind](rng)}]
-        if rng.random() < _SYSTEM_SHARE:
+        if rng.random() < SYSTEM_SHARE:
             system = rng.choice(load_material()["systems"])
             messages.insert(0, {"role": "system", "content": system})
         key = prompt_hash(messages)
@@ -71,24 +76,32 @@ def synthetic_prompts(count: int, seed: int, heldout: HeldOut) -> list[dict[str,
 
 
 def collect_prompts(
-    options: PromptOptions, seed: int, heldout: HeldOut
+    options: PromptOptions,
+    seed: int,
+    heldout: HeldOut,
+    more: Iterable[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """Return the prompts of the generator and of the files, shuffled.
+    """Return the prompts of the generator, of the files and some more, shuffled.
 
     Raises:
         ValueError: A file holds a held-out prompt.
     """
     rows = synthetic_prompts(options.synthetic, seed, heldout)
-    seen = {row["hash"] for row in rows}
+    found = list(more)
     for name in options.files:
-        found = load_prompt_rows(ROOT / name)
-        hashes = [prompt_hash(row["messages"]) for row in found]
+        of_file = load_prompt_rows(ROOT / name)
+        hashes = [prompt_hash(row["messages"]) for row in of_file]
         heldout.refuse(hashes, name)
-        for row, key in zip(found, hashes, strict=True):
-            if key not in seen:
-                seen.add(key)
-                kind = row.get("kind", "file")
-                rows.append({"kind": kind, "messages": row["messages"], "hash": key})
+        for row, key in zip(of_file, hashes, strict=True):
+            kind = row.get("kind", "file")
+            found.append({"kind": kind, "messages": row["messages"], "hash": key})
+    seen = {conversation_hash(row["messages"]) for row in rows}
+    for row in found:
+        # Conversations may well end with the same words.
+        key = conversation_hash(row["messages"])
+        if key not in seen:
+            seen.add(key)
+            rows.append(row)
     random.Random(seed).shuffle(rows)
     return rows
 

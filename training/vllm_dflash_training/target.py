@@ -24,6 +24,14 @@ def target_folder(name: str) -> str:
     return embedded_pair(lambda text: None).target
 
 
+def is_same_target(name: str, other: str) -> bool:
+    """Whether two names, of different runs perhaps, lead to the same target."""
+    if name == other:
+        return True
+    folders = [Path(target_folder(n)) for n in (name, other)]
+    return all(f.is_dir() for f in folders) and folders[0].samefile(folders[1])
+
+
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return a dtype; "auto" is bfloat16 on a GPU and float32 without one."""
     if name == "auto":

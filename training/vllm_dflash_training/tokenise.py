@@ -52,3 +52,11 @@ class ChatTokens:
         # The template already wrote the special tokens.
         special = not self.has_template
         return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def load_tokens(target: str) -> tuple[ChatTokens, list[int]]:
+    """Return the target's tokenizer, and the tokens that end a response."""
+    from transformers import AutoConfig
+
+    tokens = ChatTokens(target)
+    return tokens, tokens.stop_ids(AutoConfig.from_pretrained(target))
