@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches past most of Triton's own host work.
 
-A launch binds, types and specialises every argument before it finds the compiled
-kernel: 33 us for the 50 arguments of tree attention on one host, where running the
-compiled kernel took 13. Outside CUDA graphs the host is what a step of a small model
-waits for.
+A launch binds, types and specialises every argument, 50 of tree attention, before it
+finds the compiled kernel. Outside CUDA graphs the host is what a step of a small model
+waits for (``benchmarks/bench_launch.py``).
 
 ``KeptLaunch`` repeats one launch with other pointers, as the layers of a step do.
 ``KeptKernel`` finds the compiled kernel by what the arguments are like, for kernels

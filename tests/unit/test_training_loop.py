@@ -27,7 +27,7 @@ from training_runs import (
 from vllm_dflash_kernels.topk_logprobs import topk_logprobs
 from vllm_dflash_kernels.tree_build import build_tree
 from vllm_dflash_kernels.tree_walk import walk_tree
-from vllm_dflash_training.acceptance import _walk, block_acceptance
+from vllm_dflash_training.acceptance import block_acceptance, walk
 from vllm_dflash_training.blocks import draw_anchors, make_blocks
 from vllm_dflash_training.checkpoint import draft_folder as draft_folder_of
 from vllm_dflash_training.cli import main
@@ -220,8 +220,8 @@ def test_accepted_lengths_are_those_of_the_products_build_and_walk(budget):
 
 def test_a_walk_skips_what_a_round_has_committed():
     # From anchor 0: 2 accepted and the bonus; anchor 3: none; anchor 4: one; end.
-    assert _walk([2, 9, 9, 0, 1, 9]) == (6, 3)
-    assert _walk([]) == (0, 0)
+    assert walk([2, 9, 9, 0, 1, 9]) == (6, 3)
+    assert walk([]) == (0, 0)
 
 
 def test_learning_rate_rises_and_falls():

@@ -93,13 +93,13 @@ def block_acceptance(
     chain = is_match.long().cumprod(1).sum(1)
     rank = torch.where(is_hit.any(-1), is_hit.long().argmax(-1), -1)
     tree = [
-        _accepted(best_first(rows, budget, False), ranks)
+        accepted_by_tree(best_first(rows, budget, False), ranks)
         for rows, ranks in zip(logprobs.tolist(), rank.tolist(), strict=True)
     ]
     return Acceptance(is_match, is_hit.any(-1), chain, torch.tensor(tree))
 
 
-def _accepted(nodes: list[tuple[int, int, int]], ranks: list[int]) -> int:
+def accepted_by_tree(nodes: list[tuple[int, int, int]], ranks: list[int]) -> int:
     """Walk a tree along the ranks of the right tokens."""
     current, accepted = 0, 0
     for index, (parent, depth, rank) in enumerate(nodes, 1):
@@ -156,7 +156,7 @@ def evaluate(
                 )
         for row in accepted:
             for kind in (0, 1):
-                rounds[kind] += _walk([step[kind] for step in row])
+                rounds[kind] += walk([step[kind] for step in row])
     summary = totals.summary()
     # Over all anchors, against over those that a walk meets.
     for kind, name in enumerate(("chain", "tree")):
@@ -165,7 +165,7 @@ def evaluate(
     return summary
 
 
-def _walk(accepted: list[int]) -> tuple[int, int]:
+def walk(accepted: list[int]) -> tuple[int, int]:
     """Return committed tokens and rounds of one response."""
     position = rounds = 0
     while position < len(accepted):
