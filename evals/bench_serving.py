@@ -12,6 +12,7 @@ it is measured (serving/mixed.py). docs/evaluation.md explains the output.
 """
 
 import argparse
+import dataclasses
 import json
 import random
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import provenance
+from serving.also import check_also, parse_also
 from serving.arguments import (
     add_serving_arguments,
     log,
@@ -59,6 +61,7 @@ def main() -> int:
             "repeats": args.repeats,
             "order_seed": args.order_seed,
             "ignore_eos": args.ignore_eos,
+            "also": args.also and dataclasses.asdict(args.also),
             "mixed": args.mixed and str(args.mixed),
             "mixed_prompts": mixed_prompts(args) if args.mixed else None,
         },
@@ -68,6 +71,8 @@ def main() -> int:
     try:
         for name in args.servers:
             speculative_config(name, options)
+        if args.also:
+            check_also(args.also, args.servers, args.temperatures, args.concurrency)
         with signals_interrupt():
             for row in run(args, options):
                 report["rows"].append(row)
@@ -186,7 +191,10 @@ def schedule(
 def _schedule(args: argparse.Namespace) -> list[tuple[int | None, Setting, str]]:
     settings = [(t, c) for t in args.temperatures for c in args.concurrency]
     mixed = [(t, MIXED) for t in args.temperatures] if args.mixed else []
-    return schedule(args.servers, settings, args.repeats, args.order_seed, mixed)
+    order = schedule(args.servers, settings, args.repeats, args.order_seed, mixed)
+    return order + (
+        args.also.schedule(args.servers, args.order_seed) if args.also else []
+    )
 
 
 def _parse() -> argparse.Namespace:
@@ -203,6 +211,12 @@ def _parse() -> argparse.Namespace:
         "--concurrency", type=numbers(int), default=[1, 2, 4, 8, 16, 32, 64]
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--also",
+        type=parse_also,
+        metavar="T:C,..:REPEATS[:SERVER,..]",
+        help="then more loads, with repeats of their own",
+    )
     parser.add_argument(
         "--mixed",
         type=parse_ramp,

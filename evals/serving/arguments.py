@@ -59,13 +59,16 @@ def serving_options(args: argparse.Namespace) -> ServingOptions:
     else:
         is_local = Path(args.model).is_dir()
         pair = ModelPair(args.model, args.draft_model, args.model, is_local)
+    # Only `bench_serving.py` has it.
+    also = getattr(args, "also", None)
+    levels = [*args.concurrency, *(also.concurrency if also else ())]
     return ServingOptions(
         pair=pair,
         is_cpu=not provenance.has_gpu(),
         depth=args.depth,
         budget=args.budget,
         max_model_len=args.max_model_len,
-        max_num_seqs=max(args.concurrency),
+        max_num_seqs=max(levels),
         kv_cache_gib=args.kv_cache_gib,
         extra_args=tuple(shlex.split(args.serve_args)),
     )

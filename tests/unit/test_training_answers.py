@@ -425,7 +425,7 @@ def test_several_turns_are_answered_and_trained_on(
         text = tokens.tokenizer.decode(row["prompt"])
         assert text.count("<s>assistant\n") >= 2 and text.endswith("<s>assistant\n")
 
-    responses = load_responses(config.data_folder(), 1600, heldout)
+    responses = load_responses([config.data_folder()], 1600, heldout)
     assert len(responses) == 60 and responses.num_response_tokens == 60 * 10
     batch = responses.batch(range(60), 8)
     anchors, is_used = draw_anchors(batch, 4, torch.Generator().manual_seed(0))

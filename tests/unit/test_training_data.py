@@ -79,11 +79,11 @@ def test_responses_to_a_held_out_prompt_are_refused(tmp_path, heldout):
     row = dict(prompt=[1, 2], response=[3] * 9, kind="x", temperature=0.0)
     good = {**row, "hash": prompt_hash(ask("What is new?"))}
     write_rows(tmp_path / "responses-00000-0.jsonl", [good])
-    assert len(load_responses(tmp_path, 64, heldout)) == 1
+    assert len(load_responses([tmp_path], 64, heldout)) == 1
     bad = {**row, "hash": prompt_hash(heldout.rows[0]["messages"])}
     write_rows(tmp_path / "responses-00001-0.jsonl", [bad])
     with pytest.raises(ValueError, match="held-out"):
-        load_responses(tmp_path, 64, heldout)
+        load_responses([tmp_path], 64, heldout)
 
 
 def test_files_of_the_repository_hold_no_held_out_prompt(heldout):
@@ -100,14 +100,14 @@ def test_long_responses_are_cut_and_empty_ones_left_out(tmp_path, heldout):
         dict(prompt=[1] * 14, response=[2] * 30, hash="c"),
     ]
     write_rows(tmp_path / "responses-00000-0.jsonl", rows)
-    responses = load_responses(tmp_path, 16, heldout)
+    responses = load_responses([tmp_path], 16, heldout)
     assert responses.lens.tolist() == [16]
     assert responses.num_response_tokens == 12
 
 
 def test_an_empty_folder_is_refused(tmp_path, heldout):
     with pytest.raises(ValueError, match="nothing to train on .*--stages"):
-        load_responses(tmp_path, 16, heldout)
+        load_responses([tmp_path], 16, heldout)
 
 
 def test_a_folder_goes_on_only_with_what_it_was_begun_with(tmp_path):

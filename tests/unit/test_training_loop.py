@@ -57,7 +57,7 @@ def weights_of(training) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("kind", ["ce_decay", "distill"])
+@pytest.mark.parametrize("kind", ["ce_decay", "ce_reach", "distill"])
 def test_an_interrupted_training_gives_the_weights_of_a_whole_one(
     tmp_path, target_folder, draft_folder, optimizer, kind
 ):

@@ -13,14 +13,15 @@ from vllm_dflash_training.losses import (
     ChunkedLoss,
     Teacher,
     depth_weights,
+    loss_rows,
     losses_and_gradient,
     make_teacher,
     mixture,
-    weighted_loss,
+    row_weights,
 )
 
 ROWS, VOCAB, HIDDEN = 13, 37, 8
-KINDS = ("ce", "ce_decay", "ce_smooth", "distill")
+KINDS = ("ce", "ce_decay", "ce_reach", "ce_smooth", "distill")
 
 
 def problem(seed: int = 0):
@@ -75,11 +76,11 @@ def test_chunks_give_the_gradient_of_the_whole(kind, chunk):
         hidden,
         output,
         labels,
-        weights,
+        lambda losses: weights,
         teacher,
         mixture(options),
         chunk,
-        weighted_loss,
+        loss_rows,
     )
     (3 * loss).backward()
     got = hidden.grad.clone()
@@ -129,3 +130,44 @@ def test_weights_fall_with_the_depth():
     assert got[0] == 1
     assert got[7].item() == pytest.approx(math.exp(-1))
     assert got[14].item() == pytest.approx(math.exp(-2))
+
+
+# Two blocks of three depths; the second one ends after two.
+BLOCK_ROWS = torch.tensor([0, 1, 2, 3, 4])
+
+
+def test_reach_follows_the_path_of_each_block():
+    # p(label): 0.25, 0.5, anything; 1.0, 0.09.
+    losses = -torch.log(torch.tensor([0.25, 0.5, 0.7, 1.0, 0.09]))
+    options = LossOptions(kind="ce_reach", reach_power=0.5)
+    by_depth = depth_weights(options, 3)
+    got = row_weights(losses, BLOCK_ROWS, by_depth, 2, options)
+    # The roots of what comes before: 1, 0.25, 0.125; 1, 1.
+    expected = torch.tensor([1, 0.5, math.sqrt(0.125), 1, 1])
+    torch.testing.assert_close(got, expected / expected.sum())
+
+
+def test_reach_of_power_one_is_what_a_drawn_chain_accepts():
+    p = torch.tensor([0.6, 0.3, 0.8])
+    options = LossOptions(kind="ce_reach", reach_power=1.0)
+    by_depth = depth_weights(options, 3)
+    got = row_weights(-p.log(), torch.arange(3), by_depth, 1, options)
+    chances = torch.tensor([1.0, 0.6, 0.18])
+    torch.testing.assert_close(got, chances / chances.sum())
+
+
+@pytest.mark.parametrize(
+    "options", [LossOptions(kind="ce"), LossOptions(kind="ce_reach", reach_power=0.0)]
+)
+def test_all_depths_may_count_alike(options):
+    by_depth = depth_weights(options, 3)
+    got = row_weights(torch.rand(5), BLOCK_ROWS, by_depth, 2, options)
+    torch.testing.assert_close(got, torch.full((5,), 0.2))
+
+
+def test_decay_weighs_by_depth_alone():
+    options = LossOptions(kind="ce_decay", gamma=1.0)
+    by_depth = depth_weights(options, 3)
+    got = row_weights(torch.rand(5), BLOCK_ROWS, by_depth, 2, options)
+    expected = torch.exp(-torch.tensor([0.0, 1.0, 2.0, 0.0, 1.0]))
+    torch.testing.assert_close(got, expected / expected.sum())

@@ -6,16 +6,14 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_dflash.errors import option_error
 from vllm_dflash_training.heldout import HeldOut, Messages
 from vllm_dflash_training.shards import read_rows
 
-_PLACE = "prompts.from_answers.data_dir"
 _FENCE = "```"
 # Kinds: the texts of the seeded generator are strung together from a few sentences.
 _LEFT_OUT = ("summarise",)
@@ -54,42 +52,6 @@ class Answer:
     messages: Messages
     text: str
     is_copy: bool
-
-
-def require_source(
-    folder: Path, target: str, is_same: Callable[[str, str], bool]
-) -> None:
-    """Stop if a folder is no data of an earlier run of this target.
-
-    Args:
-        folder: Of the earlier run.
-        target: Of this run.
-        is_same: Whether two names are of the same target.
-
-    Raises:
-        ValueError: It isn't.
-    """
-    missing = [
-        name
-        for name in ("facts.json", "prompts.jsonl", "heldout.jsonl")
-        if not (folder / name).is_file()
-    ]
-    if missing:
-        raise _wrong_folder(
-            f"{_PLACE} is no data folder of a run (got {folder}, without "
-            f"{', '.join(missing)})"
-        )
-    if not any(folder.glob("responses-*.jsonl")):
-        raise _wrong_folder(f"{_PLACE} holds no answers (got {folder})")
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    other = facts.get("target")
-    if not isinstance(other, str) or not is_same(other, target):
-        raise option_error(
-            f"{_PLACE} holds answers of another target (got {other!r} in {folder}, "
-            f"this run's is {target!r})",
-            "Answers of the target that the draft is for are allowed",
-            f"{_PLACE} with the data folder of a run for {target}",
-        )
 
 
 def load_answers(
@@ -216,11 +178,3 @@ def _draw(
             row = json.loads(file.readline())
         if row["kind"] not in _LEFT_OUT and row not in left_out:
             yield row
-
-
-def _wrong_folder(problem: str) -> ValueError:
-    return option_error(
-        problem,
-        "The data folder of an earlier run that has generated is allowed",
-        "prompts.from_answers: {data_dir: runs/first/data, count: 20000}",
-    )

@@ -16,7 +16,7 @@ from vllm_dflash_training.config import RunConfig, load_config
 from vllm_dflash_training.distributed import find_device, is_first_process, world
 from vllm_dflash_training.heldout import HeldOut
 from vllm_dflash_training.processes import INTERRUPTED, obey, run_together
-from vllm_dflash_training.shards import require_same_run
+from vllm_dflash_training.shards import require_earlier_run, require_same_run
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("prompts", "generate", "train", "export", "evaluate")
@@ -136,15 +136,22 @@ def _train(config: RunConfig, heldout: HeldOut) -> bool:
 
     from vllm_dflash_training.data import Responses, load_responses
     from vllm_dflash_training.generate import load_heldout_responses
-    from vllm_dflash_training.target import Target, pick_dtype, target_folder
+    from vllm_dflash_training.target import (
+        Target,
+        is_same_target,
+        pick_dtype,
+        target_folder,
+    )
     from vllm_dflash_training.trainer import Trainer
 
     torch.set_float32_matmul_precision("high")
     with world() as this:
         require_same_run(config.data_folder() / "facts.json", _data_facts(config))
-        responses = load_responses(
-            config.data_folder(), config.training.max_length, heldout
-        )
+        more = [Path(folder) for folder in config.more_data]
+        for folder in more:
+            require_earlier_run(folder, "more_data", config.target, is_same_target)
+        folders = [config.data_folder(), *more]
+        responses = load_responses(folders, config.training.max_length, heldout)
         if this.is_first:
             _say(
                 f"{len(responses)} responses, {responses.num_response_tokens} tokens "

@@ -57,8 +57,10 @@ class Responses:
         )
 
 
-def load_responses(folder: Path, max_length: int, heldout: HeldOut) -> Responses:
-    """Read all shards of responses.
+def load_responses(
+    folders: Sequence[Path], max_length: int, heldout: HeldOut
+) -> Responses:
+    """Read all shards of responses of some data folders.
 
     What is longer than `max_length` is cut; what then has no response is left out.
 
@@ -66,17 +68,18 @@ def load_responses(folder: Path, max_length: int, heldout: HeldOut) -> Responses
         ValueError: There are none, or they answer held-out prompts.
     """
     rows, hashes = [], set()
-    for path in sorted(folder.glob("responses-*.jsonl")):
+    where = ", ".join(map(str, folders))
+    for path in (p for f in folders for p in sorted(f.glob("responses-*.jsonl"))):
         for row in read_rows(path):
             hashes.add(row["hash"])
             prompt, response = row["prompt"], row["response"]
             response = response[: max(0, max_length - len(prompt))]
             if len(response) >= MIN_RESPONSE_TOKENS:
                 rows.append((prompt, response))
-    heldout.refuse(hashes, str(folder))
+    heldout.refuse(hashes, where)
     if not rows:
         raise option_error(
-            f"there is nothing to train on in {folder} (got 0 responses of "
+            f"there is nothing to train on in {where} (got 0 responses of "
             f"{MIN_RESPONSE_TOKENS} tokens or more)",
             "Shards of responses are allowed",
             "--stages prompts,generate first",

@@ -18,13 +18,18 @@ import numpy as np
 
 from vllm_dflash.calibrate.prompts import in_turn
 from vllm_dflash_training.answer_prompts import answer_prompts
-from vllm_dflash_training.answers import load_answers, require_source
+from vllm_dflash_training.answers import load_answers
 from vllm_dflash_training.backends import Backend, Job, Sampling
 from vllm_dflash_training.config import RunConfig
 from vllm_dflash_training.heldout import HeldOut
 from vllm_dflash_training.own_prompts import OwnPrompts
 from vllm_dflash_training.prompts import collect_prompts
-from vllm_dflash_training.shards import read_rows, require_same_run, write_rows
+from vllm_dflash_training.shards import (
+    read_rows,
+    require_earlier_run,
+    require_same_run,
+    write_rows,
+)
 from vllm_dflash_training.target import is_same_target, target_folder
 from vllm_dflash_training.tokenise import ChatTokens, load_tokens
 
@@ -115,7 +120,8 @@ def _from_answers(config: RunConfig, heldout: HeldOut) -> list[dict[str, Any]]:
     if options is None:
         return []
     source, number = Path(options.data_dir), _ANSWERS_A_PROMPT * options.count
-    require_source(source, config.target, is_same_target)
+    place = "prompts.from_answers.data_dir"
+    require_earlier_run(source, place, config.target, is_same_target)
     tokens, stops = load_tokens(target_folder(config.target))
     rng = random.Random(config.seed)
     answers = load_answers(source, number, rng, tokens, stops, heldout)

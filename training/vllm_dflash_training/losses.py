@@ -8,8 +8,16 @@ gradient serves them: softmax - q with respect to the logits.
 |---|---|---|
 | ce | the label | 1 |
 | ce_decay | the label | exp(-(k - 1) / gamma) |
+| ce_reach | the label | product of p(label)^power over the depths before k |
 | ce_smooth | (1 - s) label + s / V | exp(-(k - 1) / gamma) |
 | distill | (1 - a) label + a teacher | exp(-(k - 1) / gamma) |
+
+A token at depth k matters only where the path before it is accepted. `ce_decay` says
+so by depth alone; `ce_reach` by block: where the draft is wrong early, what comes later
+hardly counts. With power 1 the weight is the chance that a chain drawn from the draft
+gets to k. A tree also holds tokens that are not likely, so it gets further: a smaller
+power. Weights are constants for the gradient, so every depth is trained towards its
+label and none to hide the others.
 
 The teacher is the target's distribution over its top k tokens, renormalised. Its part
 counts as forward KL(teacher || p): the entropy of the teacher is subtracted, so that
@@ -18,6 +26,7 @@ the loss is 0 where the draft equals it. Logarithms are natural.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +67,31 @@ def mixture(options: LossOptions) -> Mixture:
 
 def depth_weights(options: LossOptions, depth: int) -> torch.Tensor:
     """Return the weight of each depth, 1 for the first. [depth], float32"""
-    if options.kind == "ce":
+    if options.kind in ("ce", "ce_reach"):
         return torch.ones(depth)
     return torch.exp(-torch.arange(depth, dtype=torch.float32) / options.gamma)
+
+
+def row_weights(
+    # [num_rows], float32; of `ce_reach` each is -log p(label)
+    losses: torch.Tensor,
+    # [num_rows], int64, ascending: which (block, depth) each row is
+    rows: torch.Tensor,
+    # [depth], float32
+    by_depth: torch.Tensor,
+    num_blocks: int,
+    options: LossOptions,
+) -> torch.Tensor:
+    """Return the weight of each row; together they are 1."""
+    depth = len(by_depth)
+    weights = by_depth.expand(num_blocks, -1)
+    if options.kind == "ce_reach":
+        grid = losses.new_zeros(num_blocks * depth)
+        grid[rows] = losses
+        grid = grid.view(num_blocks, depth)
+        weights = weights * torch.exp(options.reach_power * (grid - grid.cumsum(1)))
+    weights = weights.flatten()[rows]
+    return weights / weights.sum()
 
 
 def make_teacher(
@@ -106,26 +137,26 @@ def losses_and_gradient(
     return loss[:, 0], gradient
 
 
-def weighted_loss(
+def loss_rows(
     # [num_rows, vocab_size]
     logits: torch.Tensor,
     # [num_rows], int64
     labels: torch.Tensor,
-    # [num_rows], float32
-    weights: torch.Tensor,
     teacher: Teacher | None,
     parts: Mixture,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weighted sum of the losses, and its gradient in the logits' dtype."""
+    """Return the losses, float32, and their gradient in the logits' dtype."""
     loss, gradient = losses_and_gradient(logits, labels, teacher, parts)
-    return (loss * weights).sum(), (gradient * weights[:, None]).to(logits.dtype)
+    return loss, gradient.to(logits.dtype)
 
 
 class ChunkedLoss(torch.autograd.Function):
     """Weighted sum of the losses of hidden rows under a frozen output matrix.
 
     The logits of a batch don't fit into memory at once: each chunk makes its logits,
-    loss and gradient, and only the gradient of its hidden rows is kept.
+    loss and gradient, and only the gradient of its hidden rows is kept. Rows are
+    weighted at the end, by what `weigh` makes of the losses of all: the gradient of a
+    hidden row is linear in its weight.
     """
 
     @staticmethod
@@ -137,24 +168,26 @@ class ChunkedLoss(torch.autograd.Function):
         output: torch.Tensor,
         # [num_rows]
         labels: torch.Tensor,
-        # [num_rows], float32
-        weights: torch.Tensor,
+        # [num_rows], float32 -> the same of weights
+        weigh: Callable[[torch.Tensor], torch.Tensor],
         teacher: Teacher | None,
         parts: Mixture,
         chunk: int,
-        kernel,
+        # `loss_rows`, or that compiled
+        kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         gradient = torch.empty_like(hidden)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = hidden[rows].to(output.dtype) @ output.t()
             part = teacher.rows(rows) if teacher is not None else None
-            loss, dlogits = kernel(logits, labels[rows], weights[rows], part, parts)
-            total += loss
+            losses[rows], dlogits = kernel(logits, labels[rows], part, parts)
             gradient[rows] = (dlogits @ output).to(gradient.dtype)
-        ctx.save_for_backward(gradient)
-        return total
+        weights = weigh(losses)
+        # In place: it is as large as the hidden rows.
+        ctx.save_for_backward(gradient.mul_(weights[:, None]))
+        return losses @ weights
 
     @staticmethod
     def backward(ctx, upstream):  # type: ignore[override]

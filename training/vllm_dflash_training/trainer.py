@@ -60,7 +60,7 @@ class Trainer:
         self.weights = losses.depth_weights(config.loss, draft.shape.depth)
         self.weights = self.weights.to(world.device)
         self.parts = losses.mixture(config.loss)
-        self.loss_kernel = losses.weighted_loss
+        self.loss_kernel = losses.loss_rows
         if self.forward.is_compiled:
             self.loss_kernel = torch.compile(self.loss_kernel, dynamic=False)
         self.step, self.elapsed_s = 0, 0.0
@@ -159,29 +159,33 @@ class Trainer:
         # Those of `blocks.rows`
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        weights = self.weights.expand_as(blocks.is_valid).flatten()[rows]
-        weights = weights / weights.sum()
+        pad = torch.nn.functional.pad
+        num_blocks, num_rows, missing = blocks.anchors.numel(), len(rows), 0
+        counted = rows
         labels = blocks.labels.flatten()[rows]
         teacher = self._teacher(final, blocks, rows)
         chunk = self.options.loss_chunk
         if self.forward.is_compiled:
             # Whole chunks only, so that the loss is compiled once; weight 0 fills up.
-            missing = -len(rows) % chunk
-            rows, labels, weights = (
-                torch.nn.functional.pad(x, (0, missing))
-                for x in (rows, labels, weights)
-            )
+            missing = -num_rows % chunk
+            rows, labels = pad(rows, (0, missing)), pad(labels, (0, missing))
             if teacher is not None:
-                pad = torch.nn.functional.pad
                 teacher = losses.Teacher(
                     pad(teacher.tokens, (0, 0, 0, missing)),
                     pad(teacher.probs, (0, 0, 0, missing)),
                 )
+
+        def weigh(found: torch.Tensor) -> torch.Tensor:
+            weights = losses.row_weights(
+                found[:num_rows], counted, self.weights, num_blocks, self.config.loss
+            )
+            return pad(weights, (0, missing))
+
         return losses.ChunkedLoss.apply(
             hidden.flatten(0, 2)[rows],
             self.target.output,
             labels,
-            weights,
+            weigh,
             teacher,
             self.parts,
             chunk,

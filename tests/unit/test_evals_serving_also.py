@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of a serving benchmark that are measured more often than the others."""
+
+import sys
+from collections import Counter
+
+import pytest
+from serving_rows import load_evals
+
+SERVERS = ["none", "chain", "tree-fixed", "tree-auto"]
+PAIR = ("tree-fixed", "tree-auto")
+
+
+@pytest.fixture(scope="module")
+def evals():
+    return load_evals()
+
+
+@pytest.fixture
+def bench_args_of(evals, monkeypatch):
+    def parse(*argv):
+        monkeypatch.setattr(sys, "argv", ["bench_serving.py", *argv])
+        return evals.bench_serving._parse()
+
+    return parse
+
+
+def test_they_follow_the_others_with_repeats_and_servers_of_their_own(
+    evals, bench_args_of
+):
+    main = ("--concurrency", "1,2", "--temperatures", "1", "--repeats", "2")
+    also = ("--also", "0:4,8:5:tree-fixed,tree-auto")
+    order = evals.bench_serving._schedule(bench_args_of(*main, *also))
+    plain = evals.bench_serving._schedule(bench_args_of(*main))
+    assert order[: len(plain)] == plain
+    rest = order[len(plain) :]
+    warm_ups, measured = rest[:4], rest[4:]
+    assert warm_ups == [(None, (0.0, c), name) for c in (4, 8) for name in PAIR]
+    assert Counter(measured) == Counter(
+        (repeat, (0.0, c), name) for repeat in range(5) for c in (4, 8) for name in PAIR
+    )
+    # The two of a load and repeat are next to each other, in either order.
+    pairs = {
+        tuple(name for *_, name in measured[i : i + 2])
+        for i in range(0, len(measured), 2)
+    }
+    assert pairs == {PAIR, PAIR[::-1]}
+    assert all(
+        measured[i][:2] == measured[i + 1][:2] for i in range(0, len(measured), 2)
+    )
+
+
+def test_without_servers_all_are_measured_and_the_cache_is_for_the_most(
+    evals, bench_args_of, monkeypatch
+):
+    args = bench_args_of("--concurrency", "1", "--also", "0.7:64:2")
+    order = args.also.schedule(args.servers, 0)
+    assert Counter(name for *_, name in order) == dict.fromkeys(SERVERS, 3)
+    arguments = sys.modules["serving.arguments"]
+    monkeypatch.setattr(arguments, "embedded_pair", lambda log: None)
+    assert arguments.serving_options(args).max_num_seqs == 64
+    args = bench_args_of("--concurrency", "1,16")
+    assert arguments.serving_options(args).max_num_seqs == 16
+
+
+@pytest.mark.parametrize(
+    "value", ["0:4", "0:4:0", "0:0:2", "0:4,4:2", "-1:4:2", "a:4:2", "0:4:2:", "0::2"]
+)
+def test_wrong_values_are_named(bench_args_of, capsys, value):
+    with pytest.raises(SystemExit):
+        bench_args_of(f"--also={value}")
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"'{value}' names no loads" in error
+    assert "--also 0:4,8,32:8:tree-fixed,tree-auto" in error
+
+
+def test_servers_that_do_not_run_and_loads_measured_twice_are_refused(evals):
+    also = evals.bench_serving.parse_also("0:4,8:2:chain")
+    check = evals.bench_serving.check_also
+    with pytest.raises(ValueError, match=r"names the server 'chain', which is not"):
+        check(also, ["none"], [0.0], [1])
+    with pytest.raises(ValueError, match=r"repeats T=0 at concurrency 8, which"):
+        check(also, SERVERS, [0.0, 1.0], [1, 8])
+    check(also, SERVERS, [1.0], [1, 8])
+    check(also, SERVERS, [0.0], [1, 2])
