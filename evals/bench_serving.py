@@ -74,7 +74,7 @@ def main() -> int:
         if args.also:
             check_also(args.also, args.servers, args.temperatures, args.concurrency)
         with signals_interrupt():
-            for row in run(args, options):
+            for row in run(args, options, report["settings"]):
                 report["rows"].append(row)
                 # After each row, so that a run that is cut short is not lost.
                 text = json.dumps(report, indent=1) + "\n"
@@ -98,8 +98,13 @@ def main() -> int:
     return 0
 
 
-def run(args: argparse.Namespace, options: ServingOptions) -> Iterator[dict[str, Any]]:
-    """Start the servers, warm them up, and yield a row for each measurement."""
+def run(
+    args: argparse.Namespace, options: ServingOptions, settings: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Start the servers, warm them up, and yield a row for each measurement.
+
+    What trees the servers say that they have is put into the settings.
+    """
     log_dir = Path(tempfile.mkdtemp(prefix="bench-serving-"))
     log(f"Logs: {log_dir}")
     prompts = log_dir / "prompts.jsonl"
@@ -108,6 +113,7 @@ def run(args: argparse.Namespace, options: ServingOptions) -> Iterator[dict[str,
     ramps: dict[float, Ramp] = {}
     deadline = time.monotonic() + 60 * args.time_limit if args.time_limit else None
     with ServerWave(args.servers, options, log_dir, log) as wave:
+        settings["trees"] = wave.trees()
         for number, (repeat, setting, name) in enumerate(_schedule(args)):
             if deadline is not None and time.monotonic() > deadline:
                 log(f"--time-limit {args.time_limit:g}: the rest is not measured")

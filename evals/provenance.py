@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+# `git archive` puts the commit here (.gitattributes).
+_ARCHIVED = "$Format:%H$"
 _DISTRIBUTIONS = ("vllm", "torch", "triton", "transformers", "vllm-dflash")
 
 
@@ -32,7 +34,12 @@ def collect(*distributions: str) -> dict[str, Any]:
 
 
 def git_state() -> str:
-    """Return the commit, with ``-dirty`` if files differ from it."""
+    """Return the commit, with ``-dirty`` if files differ from it.
+
+    Of an exported archive, the commit it was made from.
+    """
+    if not _ARCHIVED.startswith("$"):
+        return _ARCHIVED
     command = ["git", "-C", str(Path(__file__).resolve().parent), "describe"]
     try:
         result = subprocess.run(

@@ -19,6 +19,8 @@ from vllm_dflash.errors import option_error
 
 # Engine, front end and what they start; and the load generator.
 MIN_SERVER_CORES, CLIENT_CORES = 3, 2
+# What `support.py` logs at start-up, without what depends on where it runs.
+_TREES = re.compile(r"depth \d+, budget \d+ nodes.*?candidates a depth")
 SERVERS = ("none", "chain", "tree-fixed", "tree-auto")
 
 
@@ -178,6 +180,16 @@ class ServerWave:
                 self._stack.close()
                 raise
         return self
+
+    def trees(self) -> dict[str, str]:
+        """Return the line in which each server with trees describes them."""
+        found = {}
+        for name, server in self.servers.items():
+            text = server.log_path.read_text(encoding="utf-8", errors="replace")
+            match = _TREES.search(text)
+            if match is not None:
+                found[name] = match[0]
+        return found
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()

@@ -146,6 +146,9 @@ def setup(monkeypatch, tmp_path):
         kv_cache_dtype="auto",
         tensor_parallel_size=1,
         vllm_version="0.32.0",
+        plugin_version="0.1.0",
+        torch_version="2.11.0",
+        triton_version="3.6.0",
         budget=47,
         depth=15,
     )
@@ -161,17 +164,27 @@ def test_a_kept_schedule_is_found_again_for_the_same_setup_only(setup):
     path = store.save(setup, SCHEDULE, dict(step_ms=[[1, 0, 2.5]]))
     assert json.loads(path.read_text())["step_ms"] == [[1, 0, 2.5]]
     assert store.load(setup) == SCHEDULE
-    for change in (dict(device="other"), dict(budget=31), dict(dtype="torch.float16")):
+    changes = (
+        dict(device="other"),
+        dict(budget=31),
+        dict(dtype="torch.float16"),
+        dict(plugin_version="0.2.0"),
+        dict(torch_version="2.12.0"),
+        dict(triton_version="3.7.0"),
+    )
+    for change in changes:
         assert store.load(dataclasses.replace(setup, **change)) is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"setup": {}}', "null"])
-def test_a_broken_file_is_named_and_not_used(setup, text, caplog):
+def test_a_broken_file_is_named_and_not_used(setup, text, caplog, monkeypatch):
     path = store.save(setup, SCHEDULE, {})
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
-        logging.getLogger("vllm").propagate = True
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         assert store.load(setup) is None
+    assert f"measured budget schedule {path} can't be used" in caplog.text
+    assert "Run vllm-dflash calibrate again" in caplog.text
 
 
 def test_auto_takes_the_measured_schedule_before_the_formula():

@@ -73,7 +73,10 @@ def test_cpu_server_gets_the_runner_and_an_exact_dtype(monkeypatch):
 def test_gpu_server_gets_no_cpu_variable(monkeypatch):
     for name in serve.CPU_RUNNER_ENV:
         monkeypatch.setenv(name, "1")
+    # Where `vllm-dflash calibrate` has kept its schedules.
+    monkeypatch.setenv("VLLM_DFLASH_CACHE", "/somewhere")
     spec = _spec(is_cpu=False)
+    assert spec.environment()["VLLM_DFLASH_CACHE"] == "/somewhere"
     assert not serve.CPU_RUNNER_ENV.keys() & spec.environment().keys()
     args = spec.serve_args()
     assert args[args.index("--dtype") + 1] == "bfloat16"

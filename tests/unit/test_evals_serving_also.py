@@ -3,9 +3,13 @@
 
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
+import fake_configs
 import pytest
-from serving_rows import load_evals
+from serving_rows import load_evals, options
+
+from vllm_dflash.support import log_tree
 
 SERVERS = ["none", "chain", "tree-fixed", "tree-auto"]
 PAIR = ("tree-fixed", "tree-auto")
@@ -83,3 +87,18 @@ def test_servers_that_do_not_run_and_loads_measured_twice_are_refused(evals):
         check(also, SERVERS, [0.0, 1.0], [1, 8])
     check(also, SERVERS, [1.0], [1, 8])
     check(also, SERVERS, [0.0], [1, 2])
+
+
+def test_the_trees_of_the_servers_are_kept_as_they_say(evals, tmp_path):
+    said: list[str] = []
+    logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+    config = fake_configs.engine()
+    config.compilation_config = SimpleNamespace(cudagraph_capture_sizes=None)
+    log_tree(logger, config, fake_configs.tree_of(47, [[1, 4, 47], [5, 8, 7]]), None)
+    names = ["none", "chain", "tree-15"]
+    wave = evals.servers.ServerWave(names, options(evals), tmp_path, print)
+    for name, server in wave.servers.items():
+        server.log_path.write_text(f"INFO {said[0] if name == 'tree-15' else 'ready'}")
+    trees = "depth 15, budget 47 nodes by batch size [[1, 4, 47], [5, 8, 7]], "
+    trees += "width 8/48, 8 candidates a depth"
+    assert wave.trees() == {"tree-15": trees}

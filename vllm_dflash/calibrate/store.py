@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_dflash import envs
+from vllm_dflash import __version__, envs
 from vllm_dflash.logger import init_logger
 from vllm_dflash.schedule import BudgetSchedule, parse_schedule
 
@@ -30,6 +31,10 @@ class Setup:
     kv_cache_dtype: str
     tensor_parallel_size: int
     vllm_version: str
+    # Kernels become faster, and are compiled otherwise.
+    plugin_version: str
+    torch_version: str
+    triton_version: str
     budget: int
     depth: int
 
@@ -50,6 +55,7 @@ def describe_setup(
     depth: int,
 ) -> Setup:
     """The set-up of an engine that is about to start."""
+    import torch
     import vllm
     from vllm.platforms import current_platform
 
@@ -62,9 +68,20 @@ def describe_setup(
         kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size,
         vllm_version=vllm.__version__,
+        plugin_version=__version__,
+        torch_version=torch.__version__,
+        triton_version=_triton_version(),
         budget=budget,
         depth=depth,
     )
+
+
+def _triton_version() -> str:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        # Under another name, as the builds for other GPUs have.
+        return "unknown"
 
 
 def _identity(model: str, revision: str | None) -> str:

@@ -71,7 +71,7 @@ class ServerSpec:
     def environment(self) -> dict[str, str]:
         """Return the environment of the server process."""
         env = dict(os.environ)
-        for name in (*CPU_RUNNER_ENV, "VLLM_PLUGINS", "VLLM_DFLASH_CACHE"):
+        for name in (*CPU_RUNNER_ENV, "VLLM_PLUGINS"):
             env.pop(name, None)
         if not self.with_plugin:
             env["VLLM_PLUGINS"] = ""
