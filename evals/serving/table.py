@@ -5,8 +5,9 @@ Rows of a mixed load have the key ``load`` and no concurrency; they have a table
 their own.
 """
 
+import math
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from serving.servers import is_fixed_tree, table_order
@@ -135,6 +136,39 @@ def mixed_table_rows(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
+def paired_rows(rows: list[Row]) -> list[list[str]]:
+    """Return heading and lines of automatic trees against the best other choice.
+
+    Servers of a load and repeat are measured next to each other, so their ratio is
+    taken before the mean: a machine that gets slower between repeats does no harm. The
+    best other is the one with the lowest geometric mean of ratios; +- is the standard
+    error of the mean of logarithms, so the ratio is not known better than that.
+    """
+    speeds: dict[tuple[float, int], dict[str, dict[int, float]]] = {}
+    for row in rows:
+        if "load" not in row:
+            load = speeds.setdefault((row["temperature"], row["concurrency"]), {})
+            server = load.setdefault(row["server"], {})
+            server[row["repeat"]] = row["result"]["output_throughput"]
+    lines = []
+    for (temperature, concurrency), load in sorted(speeds.items()):
+        own = load.pop("tree-auto", {})
+        found = []
+        for name, other in load.items():
+            logs = [math.log(own[i] / other[i]) for i in own if other.get(i)]
+            if len(logs) > 1:
+                error = stdev(logs) / math.sqrt(len(logs))
+                found.append((math.exp(fmean(logs)), name, error, len(logs)))
+        if found:
+            ratio, name, error, number = min(found)
+            line = [f"{temperature:g}", str(concurrency), name, f"{ratio:.3f}"]
+            lines.append([*line, f"{ratio * error:.3f}", str(number)])
+    if not lines:
+        return []
+    heading = ["T", "concurrency", "best other", "tree-auto to it", "+-", "pairs"]
+    return [heading, *lines]
+
+
 def _line(
     cell: Cell, row: Row, metrics: dict[str, Any], ratios: list[float | None]
 ) -> list[str]:
@@ -147,7 +181,7 @@ def _line(
 
 def markdown(rows: list[Row]) -> str:
     """Return the tables in Markdown."""
-    tables = [table_rows(rows), mixed_table_rows(rows)]
+    tables = [table_rows(rows), mixed_table_rows(rows), paired_rows(rows)]
     return "\n\n".join(_markdown(table) for table in tables if table)
 
 

@@ -42,6 +42,7 @@ def row(
     temperature: float = 0.0,
     concurrency: int = 1,
     length: float | None = None,
+    repeat: int = 0,
 ) -> dict[str, Any]:
     """A measured row of a closed loop."""
     result = {
@@ -56,6 +57,7 @@ def row(
         "server": server,
         "temperature": temperature,
         "concurrency": concurrency,
+        "repeat": repeat,
         "result": result,
     }
 

@@ -2,6 +2,7 @@
 """What the serving benchmark makes of its rows: tables, plots and a page."""
 
 import json
+import math
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -62,6 +63,30 @@ def test_markdown_has_a_line_for_each_load_and_server(evals, rows):
     assert "| 0 | 1 | tree-fixed | 30.0 | 33.33 |" in lines[4]
     assert "| 3.10 | 2.73 | 1.50 | 3 | 3.81 |" in lines[4]
     assert "| - |" in lines[2]
+
+
+def test_automatic_trees_are_compared_within_each_repeat(evals, rows):
+    assert evals.table.paired_rows(rows) == []
+    speeds = {
+        # The machine is half as fast in the second repeat.
+        "tree-auto": [(0, 8.0), (1, 4.0), (2, 8.0)],
+        "chain": [(0, 5.0), (1, 2.5), (2, 5.0)],
+        # Ratios 1, 0.5 and 2: the lowest geometric mean.
+        "tree-31": [(0, 8.0), (1, 8.0), (2, 4.0)],
+        # Not measured in the last one, and once only.
+        "tree-15": [(0, 5.0), (1, 2.5)],
+        "none": [(1, 100.0)],
+    }
+    more = [
+        row(name, speed, 1.0, 8, repeat=repeat)
+        for name, measured in speeds.items()
+        for repeat, speed in measured
+    ]
+    heading, line = evals.table.paired_rows([*rows, *more])
+    assert heading[:4] == ["T", "concurrency", "best other", "tree-auto to it"]
+    # The logarithms are 0 and -+log 2: standard error log 2 / sqrt 3.
+    assert line == ["1", "8", "tree-31", "1.000", f"{math.log(2) / 3**0.5:.3f}", "3"]
+    assert "| 1 | 8 | tree-31 | 1.000 | 0.400 | 3 |" in evals.table.markdown(more)
 
 
 def test_mixed_medians_and_their_ratios(evals, mixed_rows):
