@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Milliseconds of a step by tree size, of large targets' shapes with dummy weights.
 
-    python evals/bench_shapes.py --shapes qwen3-30b-a3b,llama-70b@6,llama-70b@12
+    python evals/bench_shapes.py --shapes qwen3-30b-a3b,llama-70b-rank@16
 
 One engine for each shape captures the graphs of every width, and all are timed on the
 same running requests (`vllm_dflash.calibrate.measure`). 0 nodes is no speculation: no
 drafting and one row of a request. A random draft is hardly ever accepted, so the
 context stays where it is. `NAME@N` is a shape of N target layers: what does not fit
-into a GPU is measured at two depths, and grows by the same time for each layer.
+into a GPU is measured at two depths, and grows by the same time for each layer. A
+`rank` is what one of two GPUs computes, without what they say to each other.
 
 All engines start together and measure one after another, so together they must fit
 into the GPU. vLLM's defaults otherwise: torch.compile, CUDA graphs, bf16.
@@ -110,7 +111,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--shapes",
-        default="qwen3-30b-a3b,llama-70b@6,llama-70b@12",
+        default="qwen3-30b-a3b,llama-70b-rank@16,llama-70b-rank@32",
         help=f"of {', '.join(SHAPES)}; NAME@LAYERS for fewer layers",
     )
     parser.add_argument("--nodes", default=",".join(map(str, NODES)))

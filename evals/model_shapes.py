@@ -49,25 +49,26 @@ QWEN3_30B_A3B: dict[str, Any] = dict(
     num_key_value_heads=4,
     router_aux_loss_coef=0.001,
 )
-LLAMA_70B: dict[str, Any] = dict(
+# One of two ranks of Llama-3.3-70B: half of the heads, the MLP and the vocabulary.
+LLAMA_70B_RANK: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
     attention_bias=False,
-    bos_token_id=128000,
-    eos_token_id=128001,
+    bos_token_id=0,
+    eos_token_id=1,
     head_dim=128,
     hidden_act="silu",
     hidden_size=8192,
-    intermediate_size=28672,
+    intermediate_size=28672 // 2,
     max_position_embeddings=8192,
-    num_attention_heads=64,
+    num_attention_heads=64 // 2,
     num_hidden_layers=80,
-    num_key_value_heads=8,
+    num_key_value_heads=8 // 2,
     rms_norm_eps=1e-5,
     rope_theta=500000,
     tie_word_embeddings=False,
     torch_dtype="bfloat16",
-    vocab_size=128256,
+    vocab_size=128256 // 2,
 )
 
 
@@ -90,7 +91,7 @@ SHAPES = {
     # As many layers as z-lab's draft for the Coder; the width of the MLP is assumed.
     "qwen3-30b-a3b": PairShape(QWEN3_30B_A3B, 8, 6144),
     # No draft of it is public: one like that of the 8B.
-    "llama-70b": PairShape(LLAMA_70B, 5, 28672),
+    "llama-70b-rank": PairShape(LLAMA_70B_RANK, 5, 28672 // 2),
 }
 
 
@@ -107,7 +108,7 @@ def parse_shape(text: str) -> PairShape:
         raise ValueError(
             f"there is no shape {text!r}. Allowed are {', '.join(SHAPES)}, and "
             "NAME@LAYERS with at least as many layers as the draft. Type "
-            "qwen3-30b-a3b or llama-70b@12"
+            "qwen3-30b-a3b or llama-70b-rank@16"
         )
     if not at:
         return shape

@@ -19,27 +19,30 @@ def evals():
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "llama-70b"])
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "llama-70b-rank"])
 def test_shapes_are_those_of_the_projection(evals, name, tmp_path):
     """What is measured is what is projected."""
-    names = {"qwen3-30b-a3b": "coder-30b-a3b", "llama-70b": "llama-70b-tp2"}
+    names = {"qwen3-30b-a3b": "coder-30b-a3b", "llama-70b-rank": "llama-70b-tp2"}
     shape = evals.shapes.parse_shape(name)
     paths = evals.shapes.write_pair(tmp_path, shape)
     target, draft = (json.loads(Path(p, "config.json").read_text()) for p in paths)
     expected = evals.projection.SHAPES[names.get(name, name)]
     assert target["num_hidden_layers"] == expected.layers
     assert target["hidden_size"] == draft["hidden_size"] == expected.hidden
-    assert target["vocab_size"] == draft["vocab_size"] == expected.vocabulary
+    assert target["vocab_size"] == draft["vocab_size"]
+    # Each GPU has its part of what is wide.
+    part = expected.num_gpus
+    assert part * target["vocab_size"] == expected.vocabulary
     for config in (target, draft):
-        assert config["num_attention_heads"] == expected.heads
-        assert config["num_key_value_heads"] == expected.kv_heads
+        assert part * config["num_attention_heads"] == expected.heads
+        assert part * config["num_key_value_heads"] == expected.kv_heads
         assert config["head_dim"] == expected.head_size
     experts = target.get("num_experts", 0)
     assert experts == expected.experts
     width = "moe_intermediate_size" if experts else "intermediate_size"
-    assert target[width] == expected.intermediate
+    assert part * target[width] == expected.intermediate
     assert draft["num_hidden_layers"] == expected.draft_layers
-    assert draft["intermediate_size"] == (
+    assert part * draft["intermediate_size"] == (
         expected.draft_intermediate or expected.intermediate
     )
     assert not any("expert" in key for key in draft)
@@ -50,10 +53,10 @@ def test_shapes_are_those_of_the_projection(evals, name, tmp_path):
 
 
 def test_fewer_layers_and_wrong_names(evals):
-    shape = evals.shapes.parse_shape("llama-70b@12")
+    shape = evals.shapes.parse_shape("llama-70b-rank@12")
     assert shape.target["num_hidden_layers"] == 12
-    assert evals.shapes.SHAPES["llama-70b"].target["num_hidden_layers"] == 80
-    for text in ("llama-7b", "llama-70b@4", "llama-70b@", "llama-70b@x"):
+    assert evals.shapes.SHAPES["llama-70b-rank"].target["num_hidden_layers"] == 80
+    for text in ("llama-7b", "llama-70b-rank@4", "llama-70b-rank@", "qwen3-8b@x"):
         with pytest.raises(ValueError, match="there is no shape .*Type"):
             evals.shapes.parse_shape(text)
 
