@@ -8,6 +8,9 @@ rigged to hit what the target will say, so that trees are accepted in all their 
 Runs in fp32, on a GPU with CUDA graphs. What is sent and checked is in
 ``tests/helpers/soak_requests.py`` and ``tests/helpers/soak.py``.
 
+On a GPU it prints which of the captured verify and draft graphs were replayed, and
+which never were.
+
 Exit code 1: an answer differs, or KV blocks are missing at the end. Where an answer
 leaves the right one, the scores of the two tokens (logits and noise of the draw) are
 looked up; closer than fp32 rounds they are a near tie, and either is right.
@@ -63,6 +66,8 @@ def main() -> int:
     kind = "again without speculation" if args.control else "with trees"
     print(f"{time.perf_counter() - started:.0f} s {kind}")
     print(f"answers ended with {dict(result.finish_reasons)}")
+    if str(result.graphs):
+        print(result.graphs)
     ties = f", {num_ties} of them near ties" if result.differences else ""
     print(f"RESULT {result}{ties}")
     return int(len(result.differences) > num_ties or bool(result.leaked_blocks))

@@ -80,12 +80,16 @@ def request_counts(first: int, last: int) -> list[int]:
 
 
 def draft_sizes(
-    tree: DDTreeConfig, max_num_seqs: int, verify_sizes: list[int]
+    tree: DDTreeConfig,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    verify_sizes: list[int],
 ) -> list[int]:
     """Return the token counts of the draft's graphs, K + 1 rows a request, ascending.
 
     The draft is as wide whatever the tree's width, so it is captured for the batch
-    sizes whose verify is captured at any width.
+    sizes whose verify is captured at any width. A narrow tree can have more requests
+    in a step than the draft has rows for; its buffers hold `max_num_batched_tokens`.
     """
     counts = [
         size // width
@@ -93,5 +97,6 @@ def draft_sizes(
         for width in tree.widths
         if width > 1 and size % width == 0
     ]
-    largest = min(max(counts, default=1), max_num_seqs)
+    most = max(1, max_num_batched_tokens // (tree.depth + 1))
+    largest = min(max(counts, default=1), max_num_seqs, most)
     return [count * (tree.depth + 1) for count in request_counts(1, largest)]

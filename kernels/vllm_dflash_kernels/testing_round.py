@@ -36,7 +36,7 @@ class VerifyRound:
     ) -> None:
         self.impl: Impl = impl
         self.num_reqs, self.depth, self.width = num_reqs, depth, budget + 1
-        self.logits, self.table = logits, KVCacheTable(caches)
+        self.logits, self.table = logits, KVCacheTable(caches, keeps_caches=True)
         self.device = logits.device
         width, num_rows = self.width, num_reqs * depth
 

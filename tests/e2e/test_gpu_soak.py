@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A short soak on a GPU: async scheduling, CUDA graphs of many batch sizes, fp32.
 
+Every graph that a batch of verifies can use is replayed, and its answers are compared.
 `evals/run_soak.py --device gpu` is the long one.
 """
 
 import pytest
 from engines import FP32_BACKEND, engine, tree_config
 from soak import Soak, rig_to, right_answers
-from soak_requests import MAX_MODEL_LEN, make_requests
+from soak_requests import (
+    MAX_MODEL_LEN,
+    STEPS_OF_A_WAVE,
+    make_requests,
+    make_waves,
+)
 from stepper import PHASES
 from tiny_models import write_target
 from tiny_tokenizer import write_tokenizer
@@ -25,11 +31,22 @@ COMMON = dict(
 PIECE = 40
 
 
-@pytest.mark.parametrize("schedule", ["fixed", [[1, 2, 32], [3, 5, 9], [6, 8, 0]]])
-def test_soak(tmp_path, tiny_draft, rig, schedule):
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_blocks", "schedule"),
+    [
+        (8, 40, "fixed"),
+        (8, 40, [[1, 2, 32], [3, 5, 9], [6, 8, 0]]),
+        # Captured sizes further apart: most batches are padded to the next.
+        (24, 110, "fixed"),
+    ],
+    ids=["fixed", "schedule", "many"],
+)
+def test_soak(tmp_path, tiny_draft, rig, max_num_seqs, num_blocks, schedule):
     target = write_target(tmp_path / "target")
     write_tokenizer(target)
-    requests = make_requests(300, seed=5)
+    waves = make_waves(max_num_seqs, seed=5)
+    start = waves[-1].arrival + STEPS_OF_A_WAVE
+    requests = [*waves, *make_requests(300, seed=5, start=start)]
     with engine(target, **COMMON, num_gpu_blocks_override=512) as llm:
         right = right_answers(llm, requests)
     rig.strict = False
@@ -37,15 +54,21 @@ def test_soak(tmp_path, tiny_draft, rig, schedule):
     config = tree_config(tiny_draft, budget=32, budget_per_batch_size=schedule)
     tight = dict(
         enforce_eager=False,
-        max_num_seqs=8,
-        max_num_batched_tokens=400,
+        max_num_seqs=max_num_seqs,
+        # A step has room for all their trees and drafts.
+        max_num_batched_tokens=50 * max_num_seqs,
         long_prefill_token_threshold=PIECE,
+        num_gpu_blocks_override=num_blocks,
     )
-    with engine(target, config, **COMMON, **tight, num_gpu_blocks_override=40) as llm:
+    with engine(target, config, **COMMON, **tight) as llm:
         result = Soak(llm, requests, right, rig, print).run()
+    print(result, result.graphs, sep="\n")
     assert result.differences == []
     assert result.leaked_blocks == 0
     assert result.num_preemptions > 10
     assert all(result.aborts[phase] for phase in PHASES), result
     assert result.mean_acceptance_length > 1.3
     assert result.num_branching_paths > 100
+    graphs = result.graphs
+    assert graphs.due and graphs.missing == [], graphs
+    assert graphs.draft_due and graphs.missing_drafts == [], graphs

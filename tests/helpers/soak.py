@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines import acceptance_counts
+from graph_replays import GraphReplays
 from near_ties import Departure
 from rigged_draft import RiggedDraft
 from soak_requests import SoakRequest
@@ -81,6 +82,7 @@ class Answer:
 class SoakResult:
     """What a soak has seen."""
 
+    graphs: GraphReplays
     num_requests: int = 0
     num_steps: int = 0
     num_tokens: int = 0
@@ -145,7 +147,7 @@ class Soak:
         self.internal_ids: dict[str, str] = {}
         self.rig = rig
         self.report = report
-        self.result = SoakResult()
+        self.result = SoakResult(graphs=GraphReplays(llm))
 
     def run(self) -> SoakResult:
         assert self.llm.reset_prefix_cache()

@@ -17,6 +17,8 @@ MAX_MODEL_LEN = 256
 LETTERS = "etaoinsr"
 # Grammars that end, and ones that max_tokens cuts short.
 REGEXES = ("[a-f]{3}-[0-9]{2}", "(yes|no|perhaps)", "[ -~]{4,40}", "([0-9]{2},)+")
+# More than the longest of a wave needs.
+STEPS_OF_A_WAVE = 40
 STREAMS = ("final", "cumulative", "delta")
 
 
@@ -54,8 +56,35 @@ class SoakRequest:
         return SamplingParams(**options, output_kind=kinds[stream or self.stream])
 
 
-def make_requests(num_requests: int, seed: int) -> list[SoakRequest]:
-    """Requests in the order of their arrival; the same for the same seed."""
+def make_waves(largest: int, seed: int) -> list[SoakRequest]:
+    """1, 2, ... `largest` short requests at once, each wave after the one before.
+
+    Every number of requests verifies whole trees, which random requests may not do: the
+    last of a crowd are rarely all past their prompts.
+    """
+    rng = random.Random(seed)
+    return [
+        SoakRequest(
+            name=f"w{count}-{index}",
+            arrival=(count - 1) * STEPS_OF_A_WAVE,
+            prompt=_tokens(rng, 4),
+            options=dict(
+                temperature=index % 2,
+                seed=rng.randrange(2**40),
+                max_tokens=20,
+                ignore_eos=True,
+            ),
+        )
+        for count in range(1, largest + 1)
+        for index in range(count)
+    ]
+
+
+def make_requests(num_requests: int, seed: int, start: int = 0) -> list[SoakRequest]:
+    """Requests in the order of their arrival, from the step `start` on.
+
+    The same for the same seed.
+    """
     rng = random.Random(seed)
     prefixes = [_tokens(rng, rng.randint(30, 170)) for _ in range(6)]
     requests: list[SoakRequest] = []
@@ -71,7 +100,7 @@ def make_requests(num_requests: int, seed: int) -> list[SoakRequest]:
         requests.append(
             SoakRequest(
                 name=f"r{len(requests)}",
-                arrival=arrival,
+                arrival=start + arrival,
                 prompt=prompt,
                 options=random_options(rng, longest, room),
                 stream=rng.choice(STREAMS),

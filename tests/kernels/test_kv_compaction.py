@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """compact_kv against copying single entries of a snapshot."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -43,7 +46,8 @@ def run(caches, paths, tree_lens, slot_rows, impl, *, num_sampled=None, max_rows
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     compact_kv(
-        KVCacheTable(caches),
+        # The reference needs them on a GPU too.
+        KVCacheTable(caches, keeps_caches=True),
         torch.tensor(sum(slot_rows, []), device=device),
         ints([sum(lens[:i]) for i in range(len(lens) + 1)]),
         ints(tree_lens),
@@ -171,3 +175,16 @@ def test_caches_of_different_geometry_are_refused():
         KVCacheTable([torch.zeros(4, 2, 4, 8), torch.zeros(4, 2, 8, 8)])
     with pytest.raises(ValueError, match="contiguous content"):
         KVCacheTable([torch.zeros(4, 2, 8, 4).transpose(2, 3)])
+
+
+@pytest.mark.parametrize("keeps_caches", [None, False, True])
+def test_a_table_lets_go_of_a_gpus_caches(device, keeps_caches):
+    """An engine gives them back before it makes others: when it sleeps, or profiles."""
+    cache = torch.zeros(4, 2, 4, 8, device=device)
+    table = KVCacheTable([cache], keeps_caches=keeps_caches)
+    held = weakref.ref(cache)
+    del cache
+    gc.collect()
+    expected = device.type == "cpu" if keeps_caches is None else keeps_caches
+    assert (held() is not None) is expected
+    assert table.num_layers == 1

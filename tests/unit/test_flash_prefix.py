@@ -38,7 +38,7 @@ class Builder(flash_prefix.FlashPrefixMixin, Base):
 
 @pytest.fixture
 def batch(monkeypatch):
-    monkeypatch.setattr(flash_prefix, "get_flash_attn_version", lambda: 3)
+    monkeypatch.setattr(flash_prefix, "get_flash_attn_version", lambda **_: 3)
     common = SimpleNamespace(
         num_reqs=8,
         num_actual_tokens=8 * 48,
@@ -84,7 +84,7 @@ def test_other_batches_are_the_tree_kernels_alone(batch, change):
 
 def test_another_flash_attention_does_not_get_the_prefix(batch, monkeypatch):
     tree, common = batch
-    monkeypatch.setattr(flash_prefix, "get_flash_attn_version", lambda: 2)
+    monkeypatch.setattr(flash_prefix, "get_flash_attn_version", lambda **_: 2)
     assert Builder()._build_base(tree, 0, common).prefix_len is None
 
 
@@ -95,6 +95,40 @@ def test_the_first_build_keeps_its_schedule(batch):
     builder = Builder()
     builder.aot_sliding_window = None
     assert builder._build_base(tree, 0, common).scheduled is True
+
+
+def test_a_schedule_that_the_first_build_gives_up_is_not_taken_up_again(batch):
+    """FlashAttention's builder does so where layers have unlike windows."""
+    tree, common = batch
+
+    class Unlike(Builder):
+        aot_sliding_window = None
+
+        def _learn(self):
+            if self.aot_sliding_window is None:
+                self.aot_sliding_window, self.aot_schedule = (-1, -1), False
+
+    class UnlikeBase(Base):
+        def _build_base(self, *args, **kwargs):
+            self._learn()
+            return super()._build_base(*args, **kwargs)
+
+    builder = type("Both", (Unlike, UnlikeBase), {})()
+    for _ in range(2):
+        assert builder._build_base(tree, 0, common).scheduled is False
+        assert builder.aot_schedule is False
+
+
+def test_the_users_flash_attention_is_asked_for_once(batch, monkeypatch):
+    """While it serves, vLLM has no config to ask, and answers for the GPU alone."""
+    tree, common = batch
+    versions = iter([2])
+    monkeypatch.setattr(
+        flash_prefix, "get_flash_attn_version", lambda **_: next(versions, 3)
+    )
+    builder = Builder()
+    for _ in range(2):
+        assert builder._build_base(tree, 0, common).prefix_len is None
 
 
 def test_mixed_batches_and_batches_without_trees_are_untouched(batch):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from fake_configs import engine, tree_of
 
+from vllm_dflash.config import DDTreeConfig
 from vllm_dflash.graphs import cover_verify_widths, draft_sizes, verify_sizes
 
 
@@ -77,7 +78,7 @@ def test_capture_sizes_that_stay(sizes, full, user_sizes):
 def test_draft_graphs_cover_every_batch_that_verifies_in_a_graph():
     tree = tree_of(47, [[1, 2, 47], [3, 4, 31], [5, 96, 3], [97, 97, 0]])
     sizes = verify_sizes(tree, 256, 8192, 2048)
-    draft = draft_sizes(tree, 256, [1, 2, 4, *sizes])
+    draft = draft_sizes(tree, 256, 8192, [1, 2, 4, *sizes])
     assert all(size % 16 == 0 for size in draft)
     # 96 requests of 4 rows verify in a graph, so 96 drafts do.
     assert draft[0] == 16 and draft[-1] == 96 * 16
@@ -85,6 +86,24 @@ def test_draft_graphs_cover_every_batch_that_verifies_in_a_graph():
 
 
 def test_draft_graphs_of_one_width():
-    assert draft_sizes(tree_of(48), 4, [49, 98, 147, 196]) == [16, 32, 48, 64]
+    assert draft_sizes(tree_of(48), 4, 8192, [49, 98, 147, 196]) == [16, 32, 48, 64]
     # A size that no verify batch has says nothing about the draft.
-    assert draft_sizes(tree_of(48), 64, [512]) == [16]
+    assert draft_sizes(tree_of(48), 64, 8192, [512]) == [16]
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [512, 1024, 2048, 8192])
+@pytest.mark.parametrize("depth", [7, 15])
+def test_no_draft_graph_has_more_rows_than_a_step(max_num_batched_tokens, depth):
+    """Of narrow trees more requests fit into a step than their drafts do."""
+    tree = DDTreeConfig(
+        budget=47,
+        depth=depth,
+        budget_per_batch_size=((1, 4, 47), (5, 16, 7), (17, 256, 3)),
+    )
+    largest = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    own = verify_sizes(tree, 256, max_num_batched_tokens, 2048)
+    draft = draft_sizes(tree, 256, max_num_batched_tokens, sorted({*largest, *own}))
+    assert max(draft) <= max_num_batched_tokens
+    # As many as fit, or as are verified.
+    most = min(max_num_batched_tokens // (depth + 1), max(512, max(own)) // 4, 256)
+    assert max(draft) == most * (depth + 1)

@@ -36,6 +36,11 @@ class FlashPrefixMixin:
     Stands before the tree's mixin and FlashAttention's builder.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Asked here, where vLLM's config is set: the user may have named a version.
+        self._flash_version = get_flash_attn_version(head_size=self.headdim)  # type: ignore[has-type]
+
     def _build_base(
         self,
         tree: TreeAttention | None,
@@ -84,7 +89,10 @@ class FlashPrefixMixin:
                 tree, common_prefix_len, common_attn_metadata, *args, **kwargs
             )
         finally:
-            self.aot_schedule = scheduled
+            # Layers with unlike windows have no common schedule, which the first build
+            # finds out for good.
+            if not first:
+                self.aot_schedule = scheduled
         metadata.seq_lens = seq_lens
         metadata.prefix_len = prefix_len
         return metadata
@@ -92,7 +100,7 @@ class FlashPrefixMixin:
     def _prefers_prefix(self, num_reqs: int, width: int) -> bool:
         rows = width * (self.num_heads_q // self.num_heads_kv)
         return (
-            get_flash_attn_version() == _FLASH_ATTENTION
+            self._flash_version == _FLASH_ATTENTION
             and self.kv_cache_dtype in (torch.bfloat16, torch.float16)
             and self.aot_sliding_window in (None, (-1, -1))
             and prefers_given_prefix(num_reqs, self.num_heads_kv, rows, self.headdim)

@@ -79,10 +79,12 @@ class AttentionContext:
             return
         workspace = TreeAttentionWorkspace.allocate(head_size, device, dtype=dtype)
         held = self.workspace
-        if held is None or held.lse.numel() < workspace.lse.numel():
+        if held is None:
             self.workspace = workspace
-        elif held.partial.numel() < workspace.partial.numel():
-            held.partial = workspace.partial
+            return
+        # Small heads need more rows, large ones more values.
+        held.lse = max(held.lse, workspace.lse, key=torch.Tensor.numel)
+        held.partial = max(held.partial, workspace.partial, key=torch.Tensor.numel)
 
     def tree(
         self, num_verify_reqs: int, max_query_len: int, pure: bool

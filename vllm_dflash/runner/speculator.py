@@ -92,7 +92,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         compilation = copy.copy(engine_config.compilation_config)
         if compilation.cudagraph_capture_sizes:
             sizes = draft_sizes(
-                self.config, self.max_num_reqs, compilation.cudagraph_capture_sizes
+                self.config,
+                self.max_num_reqs,
+                self.max_num_tokens,
+                compilation.cudagraph_capture_sizes,
             )
             compilation.cudagraph_capture_sizes = sizes
             compilation.max_cudagraph_capture_size = sizes[-1]

@@ -40,7 +40,7 @@ def compact_kv(
     Args:
         table: The caches of one KV cache group (one slot mapping).
     """
-    if num_reqs == 0 or not table.caches:
+    if num_reqs == 0 or not table.num_layers:
         return
     if use_triton(impl, slot_mapping):
         from .kernel import compact_kv as launch

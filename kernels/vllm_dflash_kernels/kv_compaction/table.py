@@ -12,7 +12,9 @@ class KVCacheTable:
     """Caches that share a slot mapping, with one geometry.
 
     ``layer_ptrs`` holds raw addresses: build the table again when a cache is
-    reallocated. Several views of one allocation (keys and values stored apart, say)
+    reallocated. On a GPU nothing else is kept, so that a table never holds on to a
+    cache that the engine gives back; the reference needs the tensors: `keeps_caches`.
+    Several views of one allocation (keys and values stored apart, say)
     are several caches.
     """
 
@@ -21,8 +23,11 @@ class KVCacheTable:
         # each [num_blocks, num_heads, block_size, content], content contiguous,
         # any other strides, any dtype
         caches: list[torch.Tensor],
+        # None: on the CPU, where the reference runs
+        keeps_caches: bool | None = None,
     ) -> None:
-        self.caches = caches
+        self.caches: list[torch.Tensor] = []
+        self.num_layers = len(caches)
         if not caches:
             return
         first = caches[0]
@@ -47,7 +52,10 @@ class KVCacheTable:
                     "Make one table for each geometry."
                 )
         item_bytes = first.element_size()
-        self.num_layers = len(caches)
+        if keeps_caches is None:
+            keeps_caches = first.device.type == "cpu"
+        if keeps_caches:
+            self.caches = caches
         self.num_heads, self.block_size, content = first.shape[1:]
         self.content_bytes = content * item_bytes
         block_stride, head_stride, slot_stride, _ = first.stride()
