@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 _SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
 _PICKLES = ("pt", "npcache")
-# vLLM reads it beside the weights, with torch's loader for plain tensors.
+# vLLM reads it beside the weights, with weights_only=True: no code in it can run.
 _MASK_EMBEDDING = "mask_embedding.pt"
 _INDEX = "model.safetensors.index.json"
 # Other names of a tensor that vLLM's loader knows.

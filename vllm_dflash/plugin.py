@@ -8,6 +8,7 @@ of the environment, so neither raises.
 
 from vllm_dflash import envs, patches
 from vllm_dflash.logger import init_logger
+from vllm_dflash.patches.after_import import call_after_import
 
 logger = init_logger(__name__)
 
@@ -46,6 +47,12 @@ def register() -> None:
         _apply(name, "the key ddtree is refused by vLLM")
     _apply("init_speculator", "an engine with trees can't start its workers")
     _apply("draft_slots", "fewer requests with trees fit a step")
+    # Also for a front end that is handed a finished config, from another process.
+    for name, consequence in (
+        ("input_processor", "vLLM goes on refusing min_p and logit_bias"),
+        ("stat_loggers", "there are no vllm_dflash metrics"),
+    ):
+        _apply_after_import(name, consequence)
     if envs.any_is_set():
         _apply("environment_variables", "vLLM warns about VLLM_DFLASH_*")
     try:
@@ -62,3 +69,7 @@ def _apply(name: str, consequence: str) -> None:
         patches.apply(name)
     except Exception:
         logger.exception("vllm-dflash could not install %s: %s", name, consequence)
+
+
+def _apply_after_import(name: str, consequence: str) -> None:
+    call_after_import(patches.module_of(name), lambda module: _apply(name, consequence))

@@ -40,20 +40,29 @@ def estimate_parameters(hf_config: Any, tensor_parallel_size: int) -> float:
     experts of one token. Unknown layouts count as ``DEFAULT_PARAMETERS``.
     """
     try:
-        hidden, layers = hf_config.hidden_size, hf_config.num_hidden_layers
-        heads = hf_config.num_attention_heads
-        kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-        head_size = getattr(hf_config, "head_dim", None) or hidden // heads
-        attention = 2 * hidden * head_size * (heads + kv_heads)
-        experts = getattr(hf_config, "num_experts_per_tok", None)
-        width = getattr(hf_config, "moe_intermediate_size", None)
-        if not experts or not width:
-            experts, width = experts or 1, hf_config.intermediate_size
-        total = layers * (attention + 3 * hidden * width * experts)
-        total += hidden * hf_config.vocab_size
+        total = sum(_layer_parameters(layer) for layer in _layer_configs(hf_config))
+        total += hf_config.hidden_size * hf_config.vocab_size
     except (AttributeError, TypeError, ZeroDivisionError):
         return DEFAULT_PARAMETERS
     return total / tensor_parallel_size
+
+
+def _layer_configs(hf_config: Any) -> list[Any]:
+    # Where layers differ (Gemma 4), transformers refuses to name one value for all.
+    if getattr(hf_config, "is_heterogeneous", False):
+        return list(hf_config.per_layer_config)
+    return [hf_config] * hf_config.num_hidden_layers
+
+
+def _layer_parameters(config: Any) -> float:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or hidden // heads
+    experts = getattr(config, "num_experts_per_tok", None)
+    width = getattr(config, "moe_intermediate_size", None)
+    if not experts or not width:
+        experts, width = experts or 1, config.intermediate_size
+    return 2 * hidden * head_size * (heads + kv_heads) + 3 * hidden * width * experts
 
 
 def auto_schedule(budget: int, parameters: float) -> BudgetSchedule:

@@ -105,6 +105,12 @@ def find_runner_v1(config: VllmConfig) -> str | None:
     return "Model Runner V1"
 
 
+def find_batch_invariance(config: VllmConfig) -> str | None:
+    from vllm import envs
+
+    return "VLLM_BATCH_INVARIANT=1" if envs.VLLM_BATCH_INVARIANT else None
+
+
 def find_other_worker(config: VllmConfig) -> str | None:
     name = config.parallel_config.worker_cls
     return None if name in {*TREE_WORKERS, *TREE_WORKERS.values()} else name
@@ -163,6 +169,20 @@ def find_small_step(config: VllmConfig) -> str | None:
     return (
         f"--max-num-batched-tokens {step} and a budget of {tree.budget}, which needs "
         f"{tokens_reserved(tree)}"
+    )
+
+
+def find_small_threshold(config: VllmConfig) -> str | None:
+    tree = get_ddtree_config(config)
+    threshold = config.scheduler_config.long_prefill_token_threshold
+    # With a schedule vLLM fills no request up to the width of a tree.
+    if tree is None or tree.budget_per_batch_size is not None:
+        return None
+    if not 0 < threshold < tree.width:
+        return None
+    return (
+        f"--long-prefill-token-threshold {threshold} and a budget of {tree.budget}, "
+        f"which needs {tree.width}"
     )
 
 

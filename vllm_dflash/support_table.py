@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of the support table.
 
-A feature that nobody has tested with trees is refused. Rows of the status "chain" are
-options of a request: its own blocks are verified as chains, exactly, in one batch with
-the trees of other requests.
+A feature that nobody has tested with trees is refused, or its row says "not tested
+here". Rows of the status "chain" are options of a request: its own blocks are verified
+as chains, exactly, in one batch with the trees of other requests.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from vllm_dflash.support_checks import (
     TREE_BACKENDS,
     TREE_DRAFT,
     find_anchor,
+    find_batch_invariance,
     find_flag,
     find_joint_engines,
     find_missing_triton,
-    find_model,
     find_more_than_one,
     find_other_backend,
     find_other_cache_dtype,
     find_other_device,
     find_other_draft,
-    find_other_task,
     find_other_than,
     find_other_vllm,
     find_other_worker,
@@ -30,7 +29,9 @@ from vllm_dflash.support_checks import (
     find_short_model_length,
     find_small_pool,
     find_small_step,
+    find_small_threshold,
 )
+from vllm_dflash.support_lora import lora_rows
 from vllm_dflash.support_rows import (
     Feature,
     Status,
@@ -38,12 +39,12 @@ from vllm_dflash.support_rows import (
     refused_row,
     tree_row,
 )
+from vllm_dflash.support_targets import TARGETS
 
 __all__ = ["FEATURES", "Feature", "Status"]
 
 _ENGINE = "Engine"
 _PARALLEL = "Parallelism"
-_TARGET = "Target model"
 _CACHE = "KV cache and attention"
 _SPEC = "Draft and verification"
 _SAMPLING = "Sampling"
@@ -100,6 +101,15 @@ FEATURES: tuple[Feature, ...] = (
     ),
     refused_row(
         _ENGINE,
+        "a long-prefill threshold smaller than a tree of fixed size",
+        "vLLM fills a request of one new token up to the width of a tree, cuts it to "
+        "the threshold, and stops at the contradiction",
+        "a larger --long-prefill-token-threshold, a smaller budget or "
+        '"budget_per_batch_size"',
+        find_small_threshold,
+    ),
+    refused_row(
+        _ENGINE,
         "a model length smaller than a tree",
         "a prompt token, the root and N nodes have to fit",
         "a larger --max-model-len or a smaller budget",
@@ -114,18 +124,20 @@ FEATURES: tuple[Feature, ...] = (
     ),
     refused_row(
         _ENGINE,
+        "batch-invariant kernels",
+        "how tree attention cuts the keys, and which kernel reads them, depends on the "
+        "batch",
+        "the command without VLLM_BATCH_INVARIANT=1",
+        find_batch_invariance,
+    ),
+    refused_row(
+        _ENGINE,
         "another worker class",
         "the plugin's own worker refuses to run without trees",
         "the command without --worker-cls",
         find_other_worker,
     ),
-    refused_row(
-        _ENGINE,
-        "LoRA",
-        "vLLM's Model Runner V2 tells LoRA of one row of logits a request",
-        "the command without --enable-lora",
-        find_section("lora_config"),
-    ),
+    *lora_rows(_ENGINE),
     refused_row(
         _ENGINE,
         "KV connectors",
@@ -195,56 +207,7 @@ FEATURES: tuple[Feature, ...] = (
         "the command without --enable-elastic-ep",
         find_flag("parallel_config", "enable_elastic_ep"),
     ),
-    tree_row(_TARGET, "decoder-only attention models", "dense and mixture of experts"),
-    refused_row(
-        _TARGET,
-        "hybrid and attention-free models",
-        "a recurrent state can't be committed along a path",
-        "",
-        find_model("is_hybrid", "is_attention_free"),
-    ),
-    refused_row(
-        _TARGET,
-        "multi-head latent attention",
-        "there is no tree kernel for it",
-        "",
-        find_model("use_mla"),
-    ),
-    refused_row(
-        _TARGET,
-        "encoder-decoder models",
-        "cross attention is untested with trees",
-        "",
-        find_model("is_encoder_decoder"),
-    ),
-    refused_row(
-        _TARGET,
-        "multimodal models",
-        "positions of several dimensions are not laid out by depth yet",
-        "",
-        find_model("is_multimodal_model", "uses_mrope"),
-    ),
-    refused_row(
-        _TARGET,
-        "ALiBi",
-        "its bias counts slots, a tree needs depths",
-        "",
-        find_model("uses_alibi"),
-    ),
-    refused_row(
-        _TARGET,
-        "diffusion models",
-        "they draft and verify in their own way",
-        "",
-        find_model("is_diffusion"),
-    ),
-    refused_row(
-        _TARGET,
-        "pooling models",
-        "they generate nothing to verify",
-        "",
-        find_other_task,
-    ),
+    *TARGETS,
     tree_row(_CACHE, "FLASH_ATTN, TRITON_ATTN", "on GPUs, under their own names"),
     tree_row(_CACHE, "CPU_ATTN", "on the CPU: gathered keys and an explicit mask"),
     refused_row(
@@ -254,10 +217,11 @@ FEATURES: tuple[Feature, ...] = (
         "--attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN",
         find_other_backend,
     ),
+    tree_row(_CACHE, "sliding windows", "they count depths, not slots"),
     tree_row(
         _CACHE,
-        "sliding windows, soft caps, attention sinks",
-        "windows count depths, not slots",
+        "soft caps, attention sinks",
+        "whole engines tested on the CPU only; on a GPU the kernel by itself",
     ),
     tree_row(_CACHE, "bf16, fp16, fp32 caches", "as the model's dtype says"),
     tree_row(_CACHE, "fp8 (e4m3) caches", "on a GPU, one scale a layer"),

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that only a started engine shows, and what is left when one dies."""
 
+import contextlib
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,6 +30,8 @@ from engines import (
 from safetensors.torch import load_file, save_file
 from tiny_models import write_draft
 from tiny_server import completion, post, tiny_server, write_pair
+
+from vllm_dflash.demo.pair import ModelPair
 
 pytestmark = pytest.mark.e2e
 
@@ -162,44 +168,132 @@ def test_every_api_server_takes_min_p_and_logit_bias(tmp_path):
     assert "ApiServer_1" in log
 
 
-@pytest.mark.slow
-def test_killed_engine_core_leaves_nothing_behind(tmp_path):
-    pair = write_pair(tmp_path)
-    shared = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    before = {path for folder in shared for path in folder.iterdir()}
-    outcome = []
-    with tiny_server(pair, tmp_path, ddtree=True) as server:
+@dataclass
+class Remains:
+    """What was left of a server some seconds after one of its processes was killed.
+
+    Names have no digits or random parts, so that two servers can be compared.
+    """
+
+    answer: Any
+    processes: list[str]
+    files: list[str]
+    shared_memory: list[str]
+
+
+def kill(
+    pair: ModelPair, folder: Path, temporary: Path, victim: str, with_plugin: bool
+) -> Remains:
+    """Kill one process of a server in the middle of an answer."""
+    workers = ("--tensor-parallel-size", "2") if "Worker" in victim else ()
+    outcome: list[Any] = []
+    with tiny_server(
+        pair,
+        folder,
+        ddtree=True if with_plugin else None,
+        with_plugin=with_plugin,
+        extra_args=workers,
+    ) as server:
         assert post(server, "/v1/completions", completion())[0] == 200
         process = server._process
+        assert process is not None
         family = psutil.Process(process.pid).children(recursive=True)
-        (core,) = [p for p in family if "EngineCore" in _title(p)]
+        names = {p.pid: _title(p) for p in family}
+        if victim == "front end":
+            victims = [process.pid]
+        else:
+            victims = [pid for pid, name in names.items() if victim in name]
+        assert len(victims) == 1, names
+        shared = {path for p in family for path in _shared_memory(p)}
 
         def long_request() -> None:
             try:
-                outcome.append(post(server, "/v1/completions", completion(900)))
+                body = completion(900, n=8, temperature=1.0)
+                outcome.append(post(server, "/v1/completions", body)[0])
             except OSError as error:
-                outcome.append((type(error).__name__, None))
+                outcome.append(type(error).__name__)
 
         thread = threading.Thread(target=long_request)
         thread.start()
-        time.sleep(1.0)
-        assert thread.is_alive(), f"over before the kill: {outcome}"
-        os.kill(core.pid, signal.SIGKILL)
+        while not server.client.counters()["vllm:num_requests_running"]:
+            assert thread.is_alive(), f"over before the kill: {outcome}"
+        os.kill(victims[0], signal.SIGKILL)
         thread.join(timeout=60)
         assert not thread.is_alive(), "the request hangs"
-        # vLLM ends the server when its engine is dead.
+        # vLLM ends the server when a part of it is dead.
         assert process.wait(timeout=60) is not None
         log = server.log_path.read_text()
-    assert outcome[0][0] != 200
-    assert "EngineDeadError" in log or "died unexpectedly" in log
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert not alive
-    left = {path for folder in shared for path in folder.iterdir()} - before
-    assert not [path for path in left if "dflash" in path.name.lower()]
+        _, alive = psutil.wait_procs(family, timeout=30)
+        remains = Remains(
+            answer=outcome[0],
+            processes=sorted(_kind(names[p.pid]) for p in alive),
+            files=sorted(_kind(path.name) for path in temporary.iterdir()),
+            shared_memory=sorted(_kind(p.name) for p in shared if p.exists()),
+        )
+    if victim != "front end":
+        assert "EngineDeadError" in log or "died unexpectedly" in log
+    for path in shared:
+        path.unlink(missing_ok=True)
+    return remains
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "EngineCore",
+        "front end",
+        pytest.param(
+            "Worker_TP1",
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available() and torch.cuda.device_count() < 2,
+                reason="needs two GPUs, or none",
+            ),
+        ),
+    ],
+)
+def test_killed_process_leaves_what_vllm_leaves(tmp_path, monkeypatch, victim):
+    pair = write_pair(tmp_path)
+    found = {}
+    for with_plugin in (False, True):
+        # Short, for the sockets in it have long names.
+        folder = Path(tempfile.mkdtemp())
+        try:
+            monkeypatch.setenv("TMPDIR", str(folder))
+            found[with_plugin] = kill(pair, tmp_path, folder, victim, with_plugin)
+            print("with" if with_plugin else "without", "trees:", found[with_plugin])
+            # What the next server does at its start.
+            code = "from vllm_dflash.metrics.exchange import FrontEndFolder as F; F()"
+            subprocess.run([sys.executable, "-c", code], check=True)
+            assert not list(folder.glob("vllm-dflash*"))
+        finally:
+            shutil.rmtree(folder)
+    ours, theirs = found[True], found[False]
+    if victim == "front end":
+        # The folder for counters, until there is another server.
+        ours.files.remove("vllm-dflash-#-#.#")
+    assert ours == theirs
+    assert isinstance(ours.answer, str) == (victim == "front end")
+    assert ours.answer != 200
 
 
 def _title(process: psutil.Process) -> str:
     try:
-        return " ".join([process.name(), *process.cmdline()])
+        return " ".join([process.name(), *process.cmdline()]).strip()
     except psutil.NoSuchProcess:
         return ""
+
+
+def _kind(name: str) -> str:
+    """A name without what differs from run to run."""
+    name = re.sub(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", "<uuid>", name)
+    return re.sub(r"[0-9]+", "#", name)
+
+
+def _shared_memory(process: psutil.Process) -> set[Path]:
+    """Files of shared memory that a process has mapped or open."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        paths = {m.path for m in process.memory_maps()}
+        paths |= {f.path for f in process.open_files()}
+        return {Path(path) for path in paths if path.startswith("/dev/shm/")}
+    return set()

@@ -32,16 +32,16 @@ PIECE = 40
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "num_blocks", "schedule"),
+    ("max_num_seqs", "budget", "num_blocks", "schedule"),
     [
-        (8, 40, "fixed"),
-        (8, 40, [[1, 2, 32], [3, 5, 9], [6, 8, 0]]),
-        # Captured sizes further apart: most batches are padded to the next.
-        (24, 110, "fixed"),
+        (8, 32, 50, "fixed"),
+        (8, 32, 50, [[1, 2, 32], [3, 5, 9], [6, 8, 0]]),
+        # Captured sizes further apart: some batches are padded to the next.
+        (24, 16, 100, "fixed"),
     ],
     ids=["fixed", "schedule", "many"],
 )
-def test_soak(tmp_path, tiny_draft, rig, max_num_seqs, num_blocks, schedule):
+def test_soak(tmp_path, tiny_draft, rig, max_num_seqs, budget, num_blocks, schedule):
     target = write_target(tmp_path / "target")
     write_tokenizer(target)
     waves = make_waves(max_num_seqs, seed=5)
@@ -51,7 +51,7 @@ def test_soak(tmp_path, tiny_draft, rig, max_num_seqs, num_blocks, schedule):
         right = right_answers(llm, requests)
     rig.strict = False
     rig_to(rig, requests, right)
-    config = tree_config(tiny_draft, budget=32, budget_per_batch_size=schedule)
+    config = tree_config(tiny_draft, budget=budget, budget_per_batch_size=schedule)
     tight = dict(
         enforce_eager=False,
         max_num_seqs=max_num_seqs,

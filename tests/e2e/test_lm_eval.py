@@ -121,6 +121,58 @@ def test_tree_answers_every_item_as_without_speculation(
     assert len(failures) >= 4
 
 
+def test_script_compares_chain_and_tree_of_tiny_models(targets, tmp_path):
+    """`evals/run_lm_eval.py` itself, as one types it."""
+    draft = write_draft(tmp_path / "draft")
+    config = {
+        "model": targets[0],
+        "draft": draft,
+        "tasks": TASKS[:1],
+        "engines": {
+            "ar": None,
+            "chain": {"ddtree": False},
+            "tree": {"ddtree": {"budget": TREE_BUDGET}},
+        },
+        "dtype": "float32",
+        "limit": 2,
+        "num_fewshot": 1,
+        "apply_chat_template": False,
+        "max_new_tokens": 12,
+        "offline": True,
+        "engine_args": {
+            "max_model_len": 1024,
+            "max_num_seqs": 4,
+            "num_gpu_blocks_override": 256,
+            **gpu_memory(),
+        },
+        "responses": "equal",
+    }
+    path, output = tmp_path / "tiny.yaml", tmp_path / "result.json"
+    # JSON is YAML.
+    path.write_text(json.dumps(config))
+    command = [sys.executable, str(EVALS / "run_lm_eval.py"), "--config", str(path)]
+    result = subprocess.run(
+        [*command, "--output", str(output)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(output.read_text())
+    assert report["comparison"]["failures"] == []
+    lengths = {k: v["acceptance_length"] for k, v in report["results"].items()}
+    assert lengths.pop("ar") is None
+    # A random draft is hardly ever right.
+    assert set(lengths) == {"chain", "tree"} and min(lengths.values()) >= 1
+    items = {k: v["items"][TASKS[0]] for k, v in report["results"].items()}
+    assert [len(each) for each in items.values()] == [2, 2, 2]
+    for name in lengths:
+        assert report["comparison"]["engines"][name][TASKS[0]]["num_texts"] == 2
+        assert name in result.stdout
+
+
 def test_code_is_not_run_without_consent(evals):
     job = {
         # lm-eval's stand-in for a model.

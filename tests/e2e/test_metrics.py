@@ -4,11 +4,13 @@
 import logging
 import time
 from collections import Counter
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 import torch
 from engines import (
+    acceptance_counts,
     chain_config,
     engine,
     generate,
@@ -19,7 +21,7 @@ from engines import (
     tree_config,
 )
 
-from vllm_dflash.metrics import publisher
+from vllm_dflash.metrics import canary, publisher
 from vllm_dflash.metrics.tree_dump import read_dump
 
 pytestmark = pytest.mark.e2e
@@ -175,6 +177,44 @@ def test_metrics_lines_and_dump_agree_with_the_paths(
     slots = sum(min(DEPTH, len(r.tokens) - 1) for r in rounds)
     assert vllms.endswith(f"Avg Draft acceptance rate: {accepted / slots:.1%}")
     assert f"Rounds: {num_rounds}," in ours
+
+
+@contextmanager
+def lines_of(name: str):
+    """Messages of a logger of ours, from a level of WARNING up."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_draft_that_is_never_right_is_told_once(tiny_target, tiny_draft, rig):
+    prompts, options = random_prompts((35, 20, 60, 5)), params(150)
+    answers, warnings, rounds = [], [], []
+    # The draft is its random self first, and rigged to what was said then.
+    for _ in range(2):
+        with (
+            engine(tiny_target, tree_config(tiny_draft)) as llm,
+            # Not before: making an engine takes the handlers away.
+            lines_of(canary.logger.name) as lines,
+        ):
+            answers.append(token_ids(generate(llm, prompts, options)))
+            rounds.append(acceptance_counts(llm)[0])
+        warnings.append(lines)
+        rig.add_references(prompts, answers[-1])
+    assert answers[1] == answers[0]
+    # The first was watched long past its warning.
+    assert rounds[0] > 2 * canary.CANARY_ROUNDS
+    assert rounds[1] > canary.CANARY_ROUNDS
+    [warning], others = warnings
+    assert others == []
+    assert "hardly ever right: the mean acceptance length is 1.0" in warning
+    assert tiny_draft in warning and tiny_target in warning
 
 
 def test_engines_without_trees_have_vllms_loggers_and_no_metric_of_ours(

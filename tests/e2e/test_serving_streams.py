@@ -2,6 +2,7 @@
 """Streams of an engine in a process of its own, as a server has it."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from engines import (
     token_ids,
 )
 from engines import tree_config as tree_of
+from tiny_server import completion, post, stream, tiny_server, write_pair
 
 pytestmark = pytest.mark.e2e
 
@@ -132,3 +134,42 @@ def test_clients_that_disconnect(tiny_target, tiny_draft, monkeypatch):
             assert num_branching > 20
 
     asyncio.run(talk())
+
+
+def test_connections_that_are_closed_in_the_middle_of_an_answer(tmp_path):
+    """Over HTTP, from `vllm serve`: the answer ends there, and its blocks are free."""
+    longest = 900
+    with tiny_server(write_pair(tmp_path), tmp_path, ddtree=True) as server:
+
+        def say(count: int) -> list[int]:
+            status, answer = post(server, "/v1/completions", completion(count))
+            assert status == 200, answer
+            return answer["choices"][0]["token_ids"]
+
+        expected = say(200)
+        before = server.client.counters()
+
+        def wait_for_running(count: int) -> None:
+            deadline = time.monotonic() + 30
+            while server.client.counters()["vllm:num_requests_running"] != count:
+                assert time.monotonic() < deadline, f"there were never {count}"
+                time.sleep(0.02)
+
+        # Before the first part is read, and after some.
+        for num_parts in (0, 1, 7):
+            with stream(server, completion(longest)) as parts:
+                got = [token for _ in range(num_parts) for token in next(parts)]
+                assert got == expected[: len(got)]
+                wait_for_running(1)
+            wait_for_running(0)
+            assert bool(got) == bool(num_parts)
+        # The gauges are those of the last step that there was.
+        assert say(200) == expected
+        after = server.client.counters()
+    assert after["vllm:kv_cache_usage_perc"] == 0
+    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+    said = (
+        after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
+    )
+    assert 200 < said < 200 + longest
+    assert after["vllm:spec_decode_num_drafts_total"] > 200

@@ -22,6 +22,7 @@ from engines import (
     token_ids,
 )
 from engines import tree_config as tree_of
+from tiny_adapters import RANK, lora_request, write_adapter
 
 from vllm_dflash.metrics.tree_dump import read_dump
 
@@ -125,6 +126,46 @@ def test_both_ranks_verify_the_same_trees(
         generate(llm, PROMPTS, request_params())
         first, second = rank_digests(llm)
         assert first != second
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="vLLM's LoRA kernels of a GPU take no fp32"
+)
+@pytest.mark.parametrize(
+    "fully_sharded", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_adapters_on_both_ranks(
+    tiny_target, tiny_draft, tmp_path, monkeypatch, fully_sharded
+):
+    """The adapter of the lm_head is added to the gathered logits, on each rank."""
+    monkeypatch.setenv("PYTHONPATH", str(HELPERS))
+    first = lora_request(write_adapter(tmp_path / "first", seed=10), 1)
+    second = lora_request(write_adapter(tmp_path / "head", seed=13, lm_head=True), 2)
+    loras = [first, None, second, None, first, second, None]
+    options = dict(
+        enable_lora=True, max_lora_rank=2 * RANK, fully_sharded_loras=fully_sharded
+    )
+
+    def ask(llm: Any) -> list[list[int]]:
+        words = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return token_ids(
+            llm.generate(words, request_params(), use_tqdm=False, lora_request=loras)
+        )
+
+    # The last slot stays empty: on the CPU vLLM gives it to requests without one.
+    with two_ranks(tiny_target, max_loras=3, **options) as llm:
+        expected = ask(llm)
+    tree = dict(
+        speculative_config=tree_of(tiny_draft),
+        worker_extension_cls="rank_worker.RankWorker",
+    )
+    with two_ranks(tiny_target, max_loras=2, **options, **tree) as llm:
+        llm.collective_rpc("rig_to", args=(PROMPTS, expected))
+        assert ask(llm)[SEEDED] == expected[SEEDED]
+        first_rank, second_rank = rank_digests(llm)
+        assert first_rank == second_rank
+        (counts, _) = llm.collective_rpc("rig_counts")
+        assert counts[1] > 10
 
 
 def test_data_parallel_engines(tiny_target, tiny_draft, greedy_reference, prompts):

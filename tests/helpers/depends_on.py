@@ -64,6 +64,15 @@ DEPENDS_ON: dict[str, dict[str, str]] = {
         "GPUModelRunner.sample_tokens": "order of sampling, post-update and propose",
         "GPUModelRunner.prepare_inputs": "drafts of a request become its rows",
         "GPUModelRunner.add_requests": "order of add_request of the states",
+        "GPUModelRunner.execute_model": "preprocess_state comes right before the "
+        "adapters of the step are set",
+    },
+    f"{_GPU}.lora_utils": {
+        "LoraState.make_lora_inputs": "one row of logits a request, which is repeated",
+        "create_lora_capture_hook": "sets the adapters of a graph that is captured",
+    },
+    f"{_SPEC}.dflash.utils": {
+        "load_dflash_model": "the draft takes embedding and lm_head without adapters",
     },
     f"{_GPU}.input_batch": {
         "InputBatch": "PathBatchMaker copies it and sets fields",

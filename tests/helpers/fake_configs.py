@@ -29,6 +29,10 @@ def engine(**changes):
             enable_trace_replay=False,
             max_model_len=4096,
             get_sliding_window=lambda: None,
+            get_head_size=lambda: 128,
+            attention_chunk_size=None,
+            rswa_window=None,
+            hf_text_config=SimpleNamespace(),
         ),
         "parallel_config": dict(
             pipeline_parallel_size=1,
@@ -59,7 +63,11 @@ def engine(**changes):
         ),
         "aux_output_config": dict(enable_return_routed_experts=False),
         "attention_config": dict(backend=None, backend_per_kind=None),
-        "scheduler_config": dict(max_num_batched_tokens=2048, max_num_seqs=64),
+        "scheduler_config": dict(
+            max_num_batched_tokens=2048,
+            max_num_seqs=64,
+            long_prefill_token_threshold=0,
+        ),
     }
     top = dict(
         additional_config={"ddtree": tree.to_dict()},
@@ -82,6 +90,10 @@ def engine(**changes):
 
 def named(name):
     return SimpleNamespace(name=name)
+
+
+def lora(specialize_active_lora=False):
+    return SimpleNamespace(specialize_active_lora=specialize_active_lora)
 
 
 def draft(*architectures, **hf_config):

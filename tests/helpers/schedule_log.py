@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler has put into each step, and whom it has preempted."""
+"""What the scheduler has put into each step, and whom it has preempted.
+
+Of engines with trees: the plain one beside them is scheduled too, and says nothing.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm_dflash.config import get_ddtree_config
 
 
 @dataclass
@@ -41,7 +46,7 @@ class ScheduleLog:
 
         def spy_schedule(self, *args, **kwargs):
             output = schedule(self, *args, **kwargs)
-            if output.num_scheduled_tokens:
+            if output.num_scheduled_tokens and _has_trees(self):
                 drafts = output.scheduled_spec_decode_tokens
                 log.steps.append(
                     ScheduledStep(
@@ -52,7 +57,8 @@ class ScheduleLog:
             return output
 
         def spy_preempt(self, request, *args, **kwargs):
-            log.preempted.append(request.request_id)
+            if _has_trees(self):
+                log.preempted.append(request.request_id)
             return preempt(self, request, *args, **kwargs)
 
         monkeypatch.setattr(Scheduler, "schedule", spy_schedule)
@@ -63,6 +69,12 @@ class ScheduleLog:
         self.preempted.clear()
 
     @property
+    def preempted_requests(self) -> set[str]:
+        """Names of requests as their outputs have them, samples left out."""
+        # "<sample>_<request>-<random>", where there are several samples.
+        return {name.rpartition("-")[0].split("_")[-1] for name in self.preempted}
+
+    @property
     def num_pieces(self) -> dict[str, int]:
         """Steps in which a request ran a part of its prompt."""
         pieces: dict[str, int] = {}
@@ -71,3 +83,7 @@ class ScheduleLog:
                 if count > 1 and name not in step.num_drafts:
                     pieces[name] = pieces.get(name, 0) + 1
         return pieces
+
+
+def _has_trees(scheduler: Any) -> bool:
+    return get_ddtree_config(scheduler.vllm_config) is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 512
 DRAFT_VOCAB_SIZE = 200
@@ -35,7 +35,7 @@ def write_target(
     seed: int = 0,
     **config_overrides: Any,
 ) -> str:
-    """A 3-layer decoder of a family of transformers: Llama, Mistral or Qwen3."""
+    """A 3-layer decoder of a family of transformers, Llama or another."""
     import transformers
 
     config: dict[str, Any] = dict(
@@ -57,12 +57,15 @@ def write_target(
         config["sliding_window"] = sliding_window
     config.update(config_overrides)
     torch.manual_seed(seed)
-    config_cls = getattr(transformers, f"{family}Config")
-    model = getattr(transformers, f"{family}ForCausalLM")(config_cls(**config)).float()
+    model_cls = getattr(transformers, f"{family}ForCausalLM")
+    model = model_cls(model_cls.config_class(**config)).float()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.data = near_one(parameter.shape[0], generator)
+        if name.endswith("self_attn.sinks"):
+            # As large as the best scores: a head that leaves its sink out shows.
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 4
     model.save_pretrained(path)
     return str(path)
 
@@ -195,3 +198,33 @@ def _draft_weights(
         if options.get("attention_sink_bias"):
             weights[f"{prefix}self_attn.attention_sink_bias"] = rand(DRAFT_HEADS) * 10
     return weights
+
+
+def quantise(path: str) -> str:
+    """Quantise a target's linear layers in place to W8A8, as compressed-tensors does.
+
+    Integers of eight bits: weights a channel, activations a token. vLLM takes them with
+    fp32 around; its fp8, AWQ and GPTQ ask for half precision.
+    """
+    folder = Path(path)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 127
+        tensors[name] = (tensors[name] / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors")
+    integers = dict(num_bits=8, type="int", symmetric=True)
+    group = dict(
+        targets=["Linear"],
+        weights=integers | dict(strategy="channel"),
+        input_activations=integers | dict(strategy="token", dynamic=True),
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = dict(
+        quant_method="compressed-tensors",
+        format="int-quantized",
+        config_groups=dict(group_0=group),
+        ignore=["lm_head"],
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return path

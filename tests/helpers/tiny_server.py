@@ -79,6 +79,26 @@ def post(server: VLLMServer, path: str, body: Any, timeout_s: float = 60) -> Any
         return error.code, json.load(error)
 
 
+@contextmanager
+def stream(server: VLLMServer, body: Any) -> Iterator[Iterator[list[int]]]:
+    """Token ids of the parts of a completion; leaving closes the connection."""
+
+    def parts(response: Any) -> Iterator[list[int]]:
+        for line in response:
+            data = line.decode().strip().removeprefix("data: ")
+            if data and data != "[DONE]":
+                yield json.loads(data)["choices"][0]["token_ids"] or []
+
+    request = urllib.request.Request(
+        f"{server.client.base_url}/v1/completions",
+        data=json.dumps({**body, "stream": True}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as response:
+        yield parts(response)
+
+
 def completion(max_tokens: int = 16, **options: Any) -> dict[str, Any]:
     """The body of a greedy completion of a fixed prompt."""
     body = dict(

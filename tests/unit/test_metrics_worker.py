@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -269,6 +270,59 @@ def test_a_descendant_finds_the_folder_and_a_stranger_does_not(config):
     folder.close()
     result = subprocess.run(child, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "None"
+
+
+def test_the_folder_of_a_killed_front_end_goes_with_the_next_start(config):
+    """Only that one: not a living one's, though its process is of another container."""
+    code = (
+        "import sys, tempfile, time; tempfile.tempdir = sys.argv[1];"
+        "from vllm_dflash.metrics import exchange; f = exchange.FrontEndFolder();"
+        "print(exchange.find_folder(), flush=True); time.sleep(600)"
+    )
+    temporary = own_folder().parent
+    command = [sys.executable, "-c", code, str(temporary)]
+    processes, folders = [], []
+    try:
+        for _ in range(2):
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            processes.append(process)
+            folder = Path(process.stdout.readline().strip())
+            # A process id that nobody has here.
+            folders.append(
+                folder.rename(f"{temporary}/vllm-dflash-{2**30}-{len(folders)}.00")
+            )
+            (folders[-1] / "counter_1.db").touch()
+        processes[0].kill()
+        processes[0].wait()
+        others = [temporary / "vllm-dflash-notes", temporary / "vllm-dflash-1-1.00.txt"]
+        for other in others:
+            other.mkdir()
+        folder = exchange.FrontEndFolder()
+        assert not folders[0].exists()
+        assert folders[1].exists() and (folders[1] / "counter_1.db").exists()
+        assert all(other.exists() for other in others)
+        folder.close()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_a_folder_removed_before_it_was_locked_is_made_again(config, monkeypatch):
+    flock, taken = exchange.fcntl.flock, []
+
+    def remove_first(handle, operation):
+        if not taken:
+            own_folder().rmdir()
+        taken.append(operation)
+        flock(handle, operation)
+
+    monkeypatch.setattr(exchange.fcntl, "flock", remove_first)
+    folder = exchange.FrontEndFolder()
+    assert len(taken) == 2 and own_folder().is_dir()
+    folder.close()
+    assert not own_folder().exists()
 
 
 def make_observer(config, monkeypatch, **environment):

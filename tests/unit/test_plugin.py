@@ -12,6 +12,14 @@ from vllm_dflash.config import get_ddtree_config
 
 DEPTH = BLOCK_SIZE - 1
 CPU_BUDGET = 16
+REFUSED_LORA = {"enable_lora": True, "specialize_active_lora": True}
+# What the config of a target says, and the row that refuses it.
+OTHER_TARGETS = [
+    ({"attention_chunk_size": 64}, "chunked local attention"),
+    ({"head_dim": 512}, "heads wider than 256"),
+    ({"v_head_dim": 8}, "values of another width"),
+    ({"param_sink_number": 16}, "another kind of attention"),
+]
 
 # The front end of a CUDA build chooses other defaults; tests on a GPU cover it.
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU defaults")
@@ -172,6 +180,12 @@ def test_the_users_dict_is_not_written_to(build, draft):
     assert words == spec(draft, ddtree={"budget": 20})
 
 
+def test_lora_is_served_by_trees(build, draft):
+    _, config = build(spec(draft, ddtree=True), enable_lora=True)
+    assert get_ddtree_config(config) is not None
+    assert config.lora_config is not None
+
+
 def test_other_additional_config_is_kept(build, draft):
     _, config = build(spec(draft, ddtree=True), additional_config={"mine": 1})
     assert config.additional_config["mine"] == 1
@@ -199,7 +213,7 @@ def test_other_additional_config_is_kept(build, draft):
             {},
             "sampled drafts",
         ),
-        ({"ddtree": True}, {"enable_lora": True}, "LoRA"),
+        ({"ddtree": True}, REFUSED_LORA, "LoRA"),
         (
             {
                 "ddtree": True,
@@ -222,7 +236,7 @@ def test_demanded_tree_is_refused_by_name(build, draft, words, kwargs, message):
     ("words", "kwargs", "reason", "depth"),
     [
         ({"draft_sample_method": "probabilistic"}, {}, "sampled drafts", DEPTH),
-        ({}, {"enable_lora": True}, "LoRA", DEPTH),
+        ({}, REFUSED_LORA, "LoRA", DEPTH),
         ({}, {"max_num_batched_tokens": 20}, "step smaller than a tree", DEPTH),
         ({"num_speculative_tokens": 8}, {}, "got 8", 8),
         (
@@ -250,9 +264,76 @@ def test_tree_that_nobody_demanded_gives_way(
     assert not log("INFO")
 
 
+@pytest.mark.parametrize(("words", "row"), OTHER_TARGETS)
+def test_target_whose_layers_take_no_tree_is_found_in_time(
+    build, draft, log, words, row
+):
+    """A worker would find it after the front end had promised a tree."""
+    with pytest.raises(ValueError, match=row):
+        build(spec(draft, ddtree=True), hf_overrides=words)
+    _, config = build(spec(draft), hf_overrides=words)
+    assert get_ddtree_config(config) is None
+    assert config.speculative_config.num_speculative_tokens == DEPTH
+    (warning,) = log("WARNING")
+    assert row in warning
+
+
+def test_batch_invariance_is_kept_by_a_chain(build, draft, log, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="batch-invariant kernels"):
+        build(spec(draft, ddtree=True))
+    _, config = build(spec(draft))
+    assert get_ddtree_config(config) is None
+    (warning,) = log("WARNING")
+    assert "VLLM_BATCH_INVARIANT=1" in warning
+
+
+@pytest.mark.parametrize(
+    ("rust", "context", "ddtree", "is_named"),
+    [
+        ("1", "OPENAI_API_SERVER", None, True),
+        ("0", "OPENAI_API_SERVER", None, False),
+        ("1", "LLM_CLASS", None, False),
+        ("1", "OPENAI_API_SERVER", False, False),
+    ],
+)
+def test_front_end_without_our_metrics_is_named(
+    build, draft, log, monkeypatch, rust, context, ddtree, is_named
+):
+    from vllm.usage.usage_lib import UsageContext
+
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
+    words = spec(draft) if ddtree is None else spec(draft, ddtree=ddtree)
+    args, _ = build(words)
+    assert not log("WARNING")
+    args.create_engine_config(UsageContext[context])
+    assert [("RUST_FRONTEND=1" in line) for line in log("WARNING")] == [True] * is_named
+
+
+@pytest.mark.parametrize("words", [None, {"ddtree": False}, REFUSED_LORA])
+def test_engine_without_trees_has_vllms_attention_again(build, draft, words):
+    """In the process of an earlier engine with trees, which has replaced it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_dflash.attention.registry import install_tree_backends
+
+    install_tree_backends()
+    replaced = [each for each in AttentionBackendEnum if each.is_overridden()]
+    assert replaced
+    build(spec(draft, ddtree=True))
+    assert all(each.is_overridden() for each in replaced)
+    if words is None:
+        build(None)
+    elif words is REFUSED_LORA:
+        build(spec(draft), **words)
+    else:
+        build(spec(draft, **words))
+    assert not any(each.is_overridden() for each in replaced)
+
+
 def test_fallback_works_with_flags(build, draft):
     """vLLM merges flags into the dict it was given, so a second build could clash."""
-    _, config = build(spec_method="dflash", spec_model=draft, enable_lora=True)
+    _, config = build(spec_method="dflash", spec_model=draft, **REFUSED_LORA)
     assert config.speculative_config.num_speculative_tokens == DEPTH
 
 

@@ -78,6 +78,31 @@ def test_registration_changes_four_symbols_of_vllm():
     assert float(cost) < 1
 
 
+FRONT_END = """
+import sys
+import vllm.engine.arg_utils
+from vllm_dflash.plugin import register
+
+FRONT_END = ("vllm.v1.engine.input_processor", "vllm.v1.metrics.loggers")
+before = set(sys.modules)
+register()
+print(*sorted(name for name in FRONT_END if name in sys.modules))
+print(*sorted(name for name in set(sys.modules) - before if "dflash" not in name))
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.metrics.loggers import StatLoggerManager
+for cls in (InputProcessor, StatLoggerManager):
+    print(getattr(cls.__init__, "__vllm_dflash_patch__", None))
+"""
+
+
+def test_registration_imports_nothing_of_the_front_end():
+    """Which is patched all the same, in a process that imports it."""
+    modules, others, *patched = run(FRONT_END, VLLM_PLUGINS="")
+    assert modules == ""
+    assert not [name for name in others.split() if name.startswith("vllm.v1.engine")]
+    assert patched == ["input_processor", "stat_loggers"]
+
+
 SAME_OBJECTS = """
 import vllm.engine.arg_utils as arg_utils
 import vllm.v1.worker.gpu.spec_decode as spec_decode

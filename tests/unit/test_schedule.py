@@ -45,6 +45,16 @@ def test_parameters_of_a_mixture_are_those_of_one_token():
     assert parameters == pytest.approx(3.0e9, rel=0.1)
 
 
+def test_parameters_of_layers_that_differ():
+    from transformers import Gemma4TextConfig
+
+    sizes = dict(QWEN3_8B, num_hidden_layers=2, head_dim=128)
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(**sizes, layer_types=kinds, global_head_dim=256)
+    alike = SimpleNamespace(**dict(sizes, head_dim=192))
+    assert estimate_parameters(config, 1) == estimate_parameters(alike, 1)
+
+
 def test_unknown_layout():
     assert estimate_parameters(SimpleNamespace(), 1) == DEFAULT_PARAMETERS
 

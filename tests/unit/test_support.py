@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from fake_configs import draft, engine, named, pretend_cuda, tree_of
+from fake_configs import draft, engine, lora, named, pretend_cuda, tree_of
 
 from vllm_dflash import support, support_checks
 from vllm_dflash.support_table import FEATURES, Status
@@ -35,6 +35,7 @@ def test_plain_engine_is_supported(cuda):
         {"parallel_config__tensor_parallel_size": 2},
         {"parallel_config__data_parallel_size": 2},
         {"model_config__is_moe": True},
+        {"lora_config": lora()},
     ],
 )
 def test_supported_choices(cuda, changes):
@@ -43,7 +44,13 @@ def test_supported_choices(cuda, changes):
 
 REFUSED = {
     "Model Runner V1": {"use_v2_model_runner": False},
-    "LoRA": {"lora_config": object()},
+    "LoRA with graphs by the number of adapters": {
+        "lora_config": lora(specialize_active_lora=True)
+    },
+    "LoRA on a mixture of experts": {
+        "lora_config": lora(),
+        "model_config__is_moe": True,
+    },
     "KV connectors": {"kv_transfer_config": object()},
     "prompt embeddings": {"model_config__enable_prompt_embeds": True},
     "pipeline parallelism": {"parallel_config__pipeline_parallel_size": 2},
@@ -59,7 +66,18 @@ REFUSED = {
     "batch-sharded sampling": {"parallel_config__enable_batch_sharded_sampling": True},
     "elastic expert parallelism": {"parallel_config__enable_elastic_ep": True},
     "hybrid and attention-free models": {"model_config__is_hybrid": True},
+    "models with a state of their own": {
+        "model_config__architectures": ["LongcatFlashNgramForCausalLM"]
+    },
     "multi-head latent attention": {"model_config__use_mla": True},
+    "chunked local attention": {"model_config__attention_chunk_size": 8192},
+    "another kind of attention in the model's layers": {
+        "model_config__rswa_window": 128
+    },
+    "heads wider than 256": {"model_config__get_head_size": lambda: 512},
+    "values of another width than their keys": {
+        "model_config__hf_text_config": SimpleNamespace(v_head_dim=64)
+    },
     "encoder-decoder models": {"model_config__is_encoder_decoder": True},
     "multimodal models": {"model_config__uses_mrope": True},
     "ALiBi": {"model_config__uses_alibi": True},
@@ -89,12 +107,21 @@ REFUSED = {
     },
     "trace replay": {"model_config__enable_trace_replay": True},
     "a step smaller than a tree": {"scheduler_config__max_num_batched_tokens": 47},
+    "a long-prefill threshold smaller than a tree of fixed size": {
+        "scheduler_config__long_prefill_token_threshold": 47,
+        "additional_config": {"ddtree": tree_of(47).to_dict()},
+    },
     "a model length smaller than a tree": {"model_config__max_model_len": 48},
     "a KV cache smaller than a request": {"cache_config__num_gpu_blocks_override": 256},
     "another worker class": {"parallel_config__worker_cls": "mine.Worker"},
 }
 # Found by what this process is rather than by its config; tested on their own.
-ENVIRONMENT = {"another vLLM than 0.32", "another device", "a GPU without Triton"}
+ENVIRONMENT = {
+    "another vLLM than 0.32",
+    "another device",
+    "a GPU without Triton",
+    "batch-invariant kernels",
+}
 
 
 def test_every_refused_row_of_the_engine_is_tested():
@@ -125,7 +152,9 @@ def test_backends_per_kind_are_refused(cuda):
 
 
 def test_several_refusals_are_named_at_once(cuda):
-    config = engine(lora_config=object(), model_config__use_mla=True)
+    config = engine(
+        lora_config=lora(specialize_active_lora=True), model_config__use_mla=True
+    )
     message = support.find_refusal(config).message
     assert "LoRA" in message
     assert "latent attention" in message
@@ -147,6 +176,16 @@ def test_another_device_is_refused(cuda):
     cuda.is_cuda = lambda: False
     cuda.device_name = "tpu"
     assert "got tpu" in support.find_refusal(engine()).reason
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("0", False)])
+def test_batch_invariance_is_refused(cuda, monkeypatch, value, is_refused):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    refusal = support.find_refusal(engine())
+    assert (refusal is not None) is is_refused
+    if is_refused:
+        assert "got VLLM_BATCH_INVARIANT=1" in refusal.reason
+        assert "without VLLM_BATCH_INVARIANT=1" in refusal.way_out
 
 
 def test_other_model_states_are_refused():
@@ -195,6 +234,25 @@ def test_a_small_step_is_refused_early(step, refused):
         assert "--max-num-batched-tokens 64" in refusal.way_out
 
 
+@pytest.mark.parametrize(
+    ("threshold", "schedule", "is_refused"),
+    [
+        (0, None, False),
+        (1, None, True),
+        (47, None, True),
+        (48, None, False),
+        (1, [[1, 8, 47]], False),
+    ],
+)
+def test_a_threshold_has_to_let_a_fixed_tree_through(threshold, schedule, is_refused):
+    config = engine(
+        scheduler_config__long_prefill_token_threshold=threshold,
+        additional_config={"ddtree": tree_of(47, schedule).to_dict()},
+    )
+    found = support_checks.find_small_threshold(config)
+    assert (found is not None) is is_refused
+
+
 def test_reserved_tokens_are_what_vllm_reserves():
     """The rows of a verify and `max_num_new_slots_for_drafting`."""
     from vllm.config import SpeculativeConfig
@@ -228,6 +286,21 @@ def test_refused_rows_say_why():
         if feature.status is not Status.REFUSED:
             assert feature.check is None
             assert not feature.way_out
+
+
+def test_rows_that_vllm_refuses_by_itself():
+    """A class without hidden states for a draft, and the way out of it."""
+    from vllm.model_executor.models.gemma2 import Gemma2ForCausalLM
+    from vllm.model_executor.models.interfaces import supports_eagle3
+    from vllm.model_executor.models.mixtral import MixtralForCausalLM
+    from vllm.model_executor.models.transformers import TransformersForCausalLM
+
+    (row,) = (f for f in FEATURES if f.status is Status.REFUSED and f.check is None)
+    assert "hidden states" in row.name
+    assert row.way_out == "--model-impl transformers"
+    assert not supports_eagle3(Gemma2ForCausalLM)
+    assert not supports_eagle3(MixtralForCausalLM)
+    assert supports_eagle3(TransformersForCausalLM)
 
 
 def test_names_are_unique():

@@ -23,7 +23,13 @@ class TreeBuilderMixin:
     serves them.
     """
 
-    takes_tree = True
+    # Set by the classes that our backends name, and never inherited: vLLM's chunked and
+    # sink attention subclass any builder and call build() without a tree.
+    takes_tree = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.takes_tree = vars(cls).get("takes_tree", False)
 
     def __init__(
         self,

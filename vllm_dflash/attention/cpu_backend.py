@@ -62,6 +62,8 @@ class _PlainCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 class TreeCPUMetadataBuilder(TreeBuilderMixin, _PlainCPUMetadataBuilder):
     """Plain CPU metadata plus the tree."""
 
+    takes_tree = True
+
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     """Causal, windowed, non-causal and tree attention over plain KV rows."""

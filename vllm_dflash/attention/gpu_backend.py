@@ -128,6 +128,8 @@ class TreeFlashAttentionMetadataBuilder(
 ):
     """FlashAttention metadata plus the tree."""
 
+    takes_tree = True
+
 
 class TreeFlashAttentionImpl(TreeImplMixin, FlashAttentionImpl):
     """FlashAttention, with verify rows served by the tree kernel."""
@@ -135,6 +137,11 @@ class TreeFlashAttentionImpl(TreeImplMixin, FlashAttentionImpl):
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
     """FLASH_ATTN with tree verification."""
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """No: splits and kernels are chosen by the batch."""
+        return False
 
     @staticmethod
     def get_impl_cls() -> type[TreeFlashAttentionImpl]:
@@ -150,6 +157,8 @@ class TreeTritonAttentionMetadataBuilder(
 ):
     """Triton attention metadata plus the tree."""
 
+    takes_tree = True
+
 
 class TreeTritonAttentionImpl(TreeImplMixin, TritonAttentionImpl):
     """Triton attention, with verify rows served by the tree kernel."""
@@ -157,6 +166,11 @@ class TreeTritonAttentionImpl(TreeImplMixin, TritonAttentionImpl):
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):
     """TRITON_ATTN with tree verification."""
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """No: splits and kernels are chosen by the batch."""
+        return False
 
     @staticmethod
     def get_impl_cls() -> type[TreeTritonAttentionImpl]:

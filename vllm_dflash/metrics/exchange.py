@@ -7,10 +7,15 @@ one process writes a small memory-mapped table, another merges the tables when i
 scraped. With several API servers vLLM itself uses them, in PROMETHEUS_MULTIPROC_DIR;
 otherwise the front end makes a private folder, named after its own process, of which
 every worker is a descendant. Without it (statistics are off) workers publish nothing.
+
+A front end that is killed leaves its folder; the next one removes it. Each holds a lock
+on its own as long as it lives, for process ids say nothing about another container.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -29,11 +34,14 @@ from vllm_dflash.metrics.definitions import ENGINE_LABELS, MetricSpec
 
 logger = init_logger(__name__)
 
+_NAME = "vllm-dflash-{pid}-{since}"
+_NAMES = _NAME.format(pid="[0-9]*", since="[0-9]*.[0-9][0-9]")
+
 
 def private_folder(process: psutil.Process) -> Path:
     """The folder of a front end on this host."""
     # Containers that share a temporary directory have equal process ids.
-    name = f"vllm-dflash-{process.pid}-{process.create_time():.2f}"
+    name = _NAME.format(pid=process.pid, since=f"{process.create_time():.2f}")
     return Path(tempfile.gettempdir()) / name
 
 
@@ -60,6 +68,39 @@ def _own_uid() -> int:
     return os.getuid()
 
 
+def remove_abandoned_folders() -> None:
+    """Remove the folders of this user's front ends that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(_NAMES):
+        # It may go away meanwhile, or its file system may have no locks.
+        with contextlib.suppress(OSError):
+            if not _is_ours(folder):
+                continue
+            handle = _open_folder(folder)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _make_locked_folder(folder: Path) -> int:
+    """Make the folder and hold a lock on it until the returned handle is closed."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        handle = _open_folder(folder)
+        # Without locks nobody removes it, this process excepted.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        # Another front end may have removed it before there was a lock.
+        if folder.exists() and os.path.samestat(folder.stat(), os.fstat(handle)):
+            return handle
+        os.close(handle)
+
+
 class FrontEndFolder:
     """The private folder and its collector in vLLM's registry, while this lives.
 
@@ -77,22 +118,25 @@ class FrontEndFolder:
         if before is not None:
             before.close()
         FrontEndFolder._current = weakref.ref(self)
+        remove_abandoned_folders()
         folder = private_folder(psutil.Process())
         folder.mkdir(mode=0o700, exist_ok=True)
         if not _is_ours(folder):
             logger.warning("The worker's metrics are not shown: %s is not ours", folder)
             return
+        handle = _make_locked_folder(folder)
         collector = MultiProcessCollector(REGISTRY, path=str(folder))
-        self.close = weakref.finalize(self, _forget, collector, folder)
+        self.close = weakref.finalize(self, _forget, collector, folder, handle)
 
 
 def _nothing() -> None:
     """There is nothing to close."""
 
 
-def _forget(collector: MultiProcessCollector, folder: Path) -> None:
+def _forget(collector: MultiProcessCollector, folder: Path, handle: int) -> None:
     REGISTRY.unregister(collector)
     shutil.rmtree(folder, ignore_errors=True)
+    os.close(handle)
 
 
 class WorkerTable:

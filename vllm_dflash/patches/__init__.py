@@ -147,6 +147,31 @@ LEDGER: tuple[Patch, ...] = (
         make="vllm_dflash.patches.cudagraph_utils:wrap_init_candidates",
     ),
     Patch(
+        name="set_active_loras",
+        target="vllm.v1.worker.lora_model_runner_mixin:"
+        "LoRAModelRunnerMixin._set_active_loras",
+        what="Says which adapter each token and each row of logits of a step has.",
+        why="The runner names one row of logits a request, a verify step has a row for "
+        "each node: the adapter of an lm_head would miss most rows and take others of "
+        "other requests. On the CPU the numbers don't fit and the engine fails.",
+        how="Repeats each request's adapter for all of its rows, for engines with a "
+        "tree only.",
+        upstream="LoraState.make_lora_inputs that is told the rows of each request.",
+        remove_when="tests/compat/test_lora_rows.py finds a row of logits each.",
+        make="vllm_dflash.patches.lora_model_runner_mixin:wrap_set_active_loras",
+    ),
+    Patch(
+        name="punica_wrapper",
+        target="vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU",
+        what="Applies the adapters of a batch on the CPU.",
+        why="A row without an adapter has the slot -1, which torch takes for the last "
+        "one: beside requests with adapters it gets the adapter that lies there.",
+        how="Subclass that hides such rows. Engines with a tree on the CPU only.",
+        upstream="CPU operations that leave out the rows of slot -1.",
+        remove_when="tests/compat/test_lora_rows.py finds vLLM's wrapper right.",
+        make="vllm_dflash.patches.punica_cpu:make_punica_wrapper",
+    ),
+    Patch(
         name="apply_top_k_top_p",
         target="vllm.v1.sample.ops.topk_topp_triton:apply_top_k_top_p_triton",
         what="Masks what top-k and top-p leave out, on a GPU.",
@@ -211,6 +236,11 @@ def apply(name: str) -> None:
     setattr(owner, attribute, replacement)
     _originals[name] = current
     _rebind(patch, current, replacement)
+
+
+def module_of(name: str) -> str:
+    """Return the module whose symbol the patch replaces."""
+    return _BY_NAME[name].target.partition(":")[0]
 
 
 def is_applied(name: str) -> bool:

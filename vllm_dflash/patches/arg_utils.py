@@ -10,6 +10,7 @@ config again as vLLM would have, so the chain is exactly vLLM's.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from vllm_dflash import (
     draft_weights,
     envs,
     graphs,
-    patches,
     selection,
     support,
 )
@@ -38,6 +38,7 @@ from vllm_dflash.schedule import estimate_parameters
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
 logger = init_logger(__name__)
 
@@ -119,6 +120,7 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
             self.additional_config = before["additional_config"]
 
         if tree is None:
+            _give_backends_back()
             return config
         if not isinstance(backend, support.Refusal):
             graphs.cover_verify_widths(
@@ -128,15 +130,15 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
                 user_max_num_seqs=before["max_num_seqs"] is not None,
             )
             selection.select_worker(config)
-            _serve_options_of_a_row()
-            _count_trees()
             support.log_tree(logger, config, tree, backend)
+            _name_what_rust_leaves_out(*args, **kwargs)
             return config
         if tree.demanded:
             raise ValueError(backend.message)
         support.warn_chain(logger, backend, tree.depth)
         vars(self).update(before)
         self.speculative_config = {**_user_words(self), OPTION_KEY: False}
+        _give_backends_back()
         return original(self, *args, **kwargs)
 
     return create_engine_config
@@ -285,20 +287,32 @@ def _run_eagerly_in_the_interpreter(args: EngineArgs) -> None:
     )
 
 
-def _serve_options_of_a_row() -> None:
-    """Lift vLLM's refusal of min_p and logit_bias, in the process that makes it."""
-    try:
-        patches.apply("input_processor")
-    except patches.PatchError as error:
-        logger.warning("vLLM goes on refusing min_p and logit_bias: %s", error)
+def _name_what_rust_leaves_out(
+    usage_context: UsageContext | None = None, headless: bool = False
+) -> None:
+    """Warn where vLLM starts a front end that no Python plugin can reach."""
+    from vllm import envs as vllm_envs
+    from vllm.usage.usage_lib import UsageContext
+
+    if usage_context is not UsageContext.OPENAI_API_SERVER or headless:
+        return
+    if vllm_envs.VLLM_USE_RUST_FRONTEND:
+        logger.warning(
+            "VLLM_USE_RUST_FRONTEND=1: trees are served, but this front end has no "
+            "vllm_dflash metrics and no warning about a draft that is hardly ever "
+            "right, and its log lines count nodes as draft tokens. Type "
+            "VLLM_USE_RUST_FRONTEND=0 before the command to have them."
+        )
 
 
-def _count_trees() -> None:
-    """Add the metrics of trees to vLLM's, in the process that serves /metrics."""
-    try:
-        patches.apply("stat_loggers")
-    except patches.PatchError as error:
-        logger.warning("There are no vllm_dflash metrics: %s", error)
+def _give_backends_back() -> None:
+    """Let an engine without trees have vLLM's attention, after one with trees.
+
+    Only engines of this process can have replaced it, and layers keep what they have.
+    """
+    registry = sys.modules.get("vllm_dflash.attention.registry")
+    if registry is not None:
+        registry.remove_tree_backends()
 
 
 def _snapshot(args: EngineArgs) -> dict[str, Any]:

@@ -8,11 +8,8 @@ or vLLM has a CPU path of its own.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import functools
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +20,7 @@ from vllm_dflash.cpu.replacements import (
     load,
     originals,
 )
+from vllm_dflash.patches.after_import import call_after_import
 
 
 def install_when_imported() -> None:
@@ -31,15 +29,10 @@ def install_when_imported() -> None:
     The runner's modules must not be imported here: on the CPU vLLM has to patch torch
     before them. Replacing at import also reaches every `from module import function`.
     """
-    waiting: dict[str, list[Replacement]] = {}
     for replacement in REPLACEMENTS:
-        module = sys.modules.get(replacement.module)
-        if module is None:
-            waiting.setdefault(replacement.module, []).append(replacement)
-        else:
-            _replace(module, replacement)
-    if waiting and not any(isinstance(f, _AfterImport) for f in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport(waiting))
+        call_after_import(
+            replacement.module, functools.partial(_replace, replacement=replacement)
+        )
 
 
 def _replace(module: ModuleType, replacement: Replacement) -> None:
@@ -61,41 +54,3 @@ def _replace(module: ModuleType, replacement: Replacement) -> None:
             and vars(importer).get(attribute) is before
         ):
             setattr(importer, attribute, twin)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finder that lets the others find a module and acts after it has run."""
-
-    def __init__(self, waiting: dict[str, list[Replacement]]) -> None:
-        self._waiting = waiting
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> importlib.machinery.ModuleSpec | None:
-        replacements = self._waiting.pop(fullname, None)
-        if replacements is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        spec.loader = _ReplacingLoader(spec.loader, replacements)
-        return spec
-
-
-class _ReplacingLoader(importlib.abc.Loader):
-    def __init__(
-        self, loader: importlib.abc.Loader, replacements: list[Replacement]
-    ) -> None:
-        self._loader = loader
-        self._replacements = replacements
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        for replacement in self._replacements:
-            _replace(module, replacement)

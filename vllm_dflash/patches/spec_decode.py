@@ -44,6 +44,10 @@ def wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         patches.apply("init_candidates")
         if device.type != "cpu":
             patches.apply("apply_top_k_top_p")
+        if vllm_config.lora_config is not None:
+            patches.apply("set_active_loras")
+            if device.type == "cpu":
+                patches.apply("punica_wrapper")
         return make_speculator(vllm_config, device, req_states)
 
     return init_speculator

@@ -62,10 +62,12 @@ class DDTreeModelState(DefaultModelState):
             input_batch, block_tables, kv_cache_config, num_computed_tokens
         )
         step = self.runtime.step
+        self.runtime.num_logits_np = None
         if input_batch.num_draft_tokens == 0:
             step.clear()
             return
         assert input_batch.num_draft_tokens_per_req is not None
+        self.runtime.num_logits_np = input_batch.num_draft_tokens_per_req + 1
         self.runtime.observer.begin()
         step.prepare(
             input_batch.idx_mapping,

@@ -30,6 +30,9 @@ class TreeRuntime:
         self.observer = RoundObserver(vllm_config, config, device)
         # Host mirror of num_nodes > 0: the sizes of the next draft batch depend on it.
         self.has_tree_np = np.zeros(num_slots, dtype=bool)
+        # [num_reqs], rows of logits of each request of a verify step, until its
+        # adapters are set.
+        self.num_logits_np: np.ndarray | None = None
         self._key_object = vllm_config.compilation_config.static_forward_context
         _runtimes[id(self._key_object)] = self
 
@@ -37,6 +40,15 @@ class TreeRuntime:
         """A new request takes the slot over."""
         self.trees.reset_slot(slot, chain_only)
         self.has_tree_np[slot] = False
+
+    def spread_over_logits(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """One value a request becomes one for each of its rows of logits.
+
+        Holds for the step that was prepared last, and once: dummy batches have a row
+        a request.
+        """
+        num_logits, self.num_logits_np = self.num_logits_np, None
+        return values if num_logits is None else tuple(np.repeat(values, num_logits))
 
     def require_chain(self, slot: int) -> None:
         """The request that has just taken the slot needs a linear history."""
