@@ -5,10 +5,11 @@
 
 All servers start together and stay up; ``vllm bench serve`` then measures one at a
 time. Each repeat visits every load, and within a load the servers in a new random
-order, so that a machine that gets slower or faster does so for all of them. Prompts are
-the held-out chats of ``prompts/heldout.jsonl``. Without ``--model`` the embedded pair
-is served. ``--mixed`` adds a load that rises from one request at a time to full while
-it is measured (serving/mixed.py). docs/evaluation.md explains the output.
+order, so that a machine that gets slower or faster does so for all of them. With every
+repeat the servers exchange their cores: as many repeats as servers are fairest. Prompts
+are the held-out chats of ``prompts/heldout.jsonl``. Without ``--model`` the embedded
+pair is served. ``--mixed`` adds a load that rises from one request at a time to full
+while it is measured (serving/mixed.py). docs/evaluation.md explains the output.
 """
 
 import argparse
@@ -114,10 +115,14 @@ def run(
     deadline = time.monotonic() + 60 * args.time_limit if args.time_limit else None
     with ServerWave(args.servers, options, log_dir, log) as wave:
         settings["trees"] = wave.trees()
+        turn = 0
         for number, (repeat, setting, name) in enumerate(_schedule(args)):
             if deadline is not None and time.monotonic() > deadline:
                 log(f"--time-limit {args.time_limit:g}: the rest is not measured")
                 return
+            if repeat is not None and repeat != turn:
+                turn = repeat
+                wave.rotate(turn)
             temperature, concurrency = setting
             if concurrency != MIXED:
                 load = closed_load(args, setting, repeat)

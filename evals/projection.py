@@ -4,15 +4,16 @@
     python evals/projection.py
 
 NOT A MEASUREMENT. Tokens per second are batch x tokens per step / step time. Step times
-of the 8B shape were measured with dummy weights; those of other shapes are estimates
-(projection_model.py). Tokens per step are what others published for these drafts. Both
-are in results/projection, with their sources. docs/performance.md, "Projection", says
-what is assumed.
+were measured with dummy weights: those of the 8B with `bench_round.py`, those of larger
+shapes with `bench_shapes.py` (projection_steps.py). Tokens per step are what others
+published for these drafts. All are in results/projection, with their sources.
+docs/performance.md, "Projection", says what is assumed.
 
 Every ratio has two ends. The high one takes the step times as they are. The low one
 adds to each drafting step what such a step cost more when the small pair was served
 than when it was profiled. The model is checked on that pair, and against SGLang's
-published speeds, and prints by how much it is off.
+published speeds, and prints by how much it is off; so are estimates of steps from bytes
+and operations (projection_model.py), which need the steps of one shape only.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from projection_model import SHAPES, Constants, fit, step_ms
+from projection_steps import Steps, measured_steps
 
 INPUTS = Path(__file__).resolve().parent / "results" / "projection"
 CALIBRATED = "qwen3-8b"
@@ -47,10 +49,18 @@ class Inputs:
 
     costs: dict[str, Any]
     acceptance: dict[str, Any]
+    # Shape -> steps, and how they were measured; from `bench_shapes.py`.
+    shapes: dict[str, tuple[Steps, str]]
 
-    def measured(self, shape: str) -> dict[int, dict[str, float]]:
+    def measured(self, shape: str) -> Steps:
         """Return batch -> engine -> milliseconds of a measured step."""
+        if shape in self.shapes:
+            return self.shapes[shape][0]
         return {int(b): steps for b, steps in self.costs["step_ms"][shape].items()}
+
+    def how(self, shape: str) -> str:
+        """Return how the steps of a shape were measured."""
+        return self.shapes[shape][1] if shape in self.shapes else "measured"
 
     def width(self, engine: str) -> int:
         """Return the target's rows of a request in a step of an engine."""
@@ -58,9 +68,12 @@ class Inputs:
 
 
 def load(folder: Path = INPUTS) -> Inputs:
-    """Read both files."""
-    names = ("step_costs.json", "published_acceptance.json")
-    return Inputs(*(json.loads((folder / n).read_text("utf-8")) for n in names))
+    """Read the files."""
+    names = ("step_costs.json", "published_acceptance.json", "shape_steps.json")
+    costs, acceptance, shapes = (
+        json.loads((folder / name).read_text("utf-8")) for name in names
+    )
+    return Inputs(costs, acceptance, measured_steps(shapes["rows"]))
 
 
 def served_overhead_ms(inputs: Inputs) -> dict[str, float]:
@@ -82,23 +95,6 @@ def calibrate(inputs: Inputs, batches: tuple[int, ...] = BATCHES) -> Constants:
         if batch in batches
     ]
     return fit(SHAPES[CALIBRATED], points, CONTEXT)
-
-
-def steps_of(
-    inputs: Inputs, shape: str, constants: Constants
-) -> dict[int, dict[str, float]]:
-    """Return batch -> engine -> milliseconds, measured where there is a measurement."""
-    if shape in inputs.costs["step_ms"]:
-        return inputs.measured(shape)
-    return {
-        batch: {
-            engine: step_ms(
-                constants, SHAPES[shape], batch, rows, engine != "none", CONTEXT
-            )
-            for engine, rows in inputs.costs["rows"].items()
-        }
-        for batch in BATCHES
-    }
 
 
 def project(
@@ -138,24 +134,15 @@ def project(
 
 def project_all(inputs: Inputs) -> Rows:
     """Return the rows of all shapes and data sets."""
-    constants = calibrate(inputs)
     overhead_ms = max(served_overhead_ms(inputs).values())
     rows = []
     for shape, source in ACCEPTANCE_OF.items():
-        steps = steps_of(inputs, shape, constants)
+        steps, kind = inputs.measured(shape), inputs.how(shape)
         for data_set, published in inputs.acceptance["tokens_per_step"][source].items():
             lengths = {k: v for k, v in published.items() if k != "source"}
             for row in project(steps, lengths, overhead_ms):
-                kind = _kind(inputs, shape)
                 rows.append({"shape": shape, "data": data_set, "steps": kind, **row})
     return rows
-
-
-def _kind(inputs: Inputs, shape: str) -> str:
-    if shape in inputs.costs["step_ms"]:
-        return "measured"
-    # The check against published speeds is off by a factor of two.
-    return "rough estimate" if SHAPES[shape].experts else "estimate"
 
 
 def check_pair(inputs: Inputs) -> Rows:
@@ -176,11 +163,10 @@ def check_pair(inputs: Inputs) -> Rows:
 
 def check_published(inputs: Inputs) -> Rows:
     """Return the chain's speed-up at both ends against SGLang's on another GPU."""
-    constants = calibrate(inputs)
     overhead_ms = max(served_overhead_ms(inputs).values())
     checks = []
     for shape, data_sets in inputs.acceptance["served_sglang_b200"].items():
-        steps = steps_of(inputs, shape, constants)
+        steps = inputs.measured(shape)
         for data_set, published in data_sets.items():
             lengths = {"chain": published["tokens_per_step"]}
             for row in project(steps, lengths, overhead_ms):
@@ -213,6 +199,28 @@ def check_fit(inputs: Inputs) -> Rows:
                         _check(f"ms, batch {batch}, {engine}; {name}", guess, ms)
                     )
     return checks
+
+
+def check_shapes(inputs: Inputs) -> Rows:
+    """Return the estimate of every step of the larger shapes, which were measured."""
+    constants = calibrate(inputs)
+    return [
+        _check(
+            f"ms, {shape}, batch {batch}, {engine}",
+            step_ms(
+                constants,
+                SHAPES[shape],
+                batch,
+                inputs.width(engine),
+                engine != "none",
+                CONTEXT,
+            ),
+            ms,
+        )
+        for shape in inputs.shapes
+        for batch, steps in inputs.measured(shape).items()
+        for engine, ms in steps.items()
+    ]
 
 
 def _check(name: str, predicted: float, measured: float) -> dict[str, Any]:
@@ -256,7 +264,6 @@ def save_plots(rows: Rows, stem: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((row["shape"], row["data"]) for row in rows))
-    panels = [panel for panel in panels if not SHAPES[panel[0]].experts]
     figure = Figure(figsize=(3.6 * len(panels), 4), layout="constrained")
     figure.suptitle(f"Tokens/s to no speculation: {LABEL}")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -310,6 +317,8 @@ def main() -> int:
     print(checks_markdown(check_published(inputs)))
     print("\n## Check: estimated steps of the 8B shape\n")
     print(checks_markdown(check_fit(inputs)))
+    print("\n## Check: estimates of the larger shapes from the 8B, and their steps\n")
+    print(checks_markdown(check_shapes(inputs)))
     if args.output:
         text = json.dumps({"label": LABEL, "rows": rows}, indent=1) + "\n"
         args.output.write_text(text, encoding="utf-8")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers of a serving benchmark: started together, measured in turn."""
 
+import contextlib
 import os
 import re
 import sys
@@ -10,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+import psutil
 
 from vllm_dflash.config import parse_ddtree_option
 from vllm_dflash.demo.fetch import Log
@@ -134,6 +137,15 @@ def core_sets(num_servers: int, cores: Collection[int]) -> list[set[int]] | None
     return [set(ordered[i::num_servers]) for i in range(num_servers)]
 
 
+def move_to(process: psutil.Process, cores: set[int]) -> None:
+    """Let all threads of a process run on these cores only, and those they start."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for thread in process.threads():
+            # One may have ended meanwhile.
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores)
+
+
 class ServerWave:
     """Servers by name, all running; a context manager that ends them."""
 
@@ -153,13 +165,14 @@ class ServerWave:
         }
         self._stack = ExitStack()
         self._log = log
+        self._cores: list[set[int]] | None = None
 
     def __enter__(self) -> Self:
         servers = list(self.servers.values())
         for server in servers:
             self._stack.callback(server.stop)
         available = os.sched_getaffinity(0)
-        cores = core_sets(len(servers), available)
+        cores = self._cores = core_sets(len(servers), available)
         self._log(
             f"cores: {len(available)}, shared by all"
             if cores is None
@@ -180,6 +193,19 @@ class ServerWave:
                 self._stack.close()
                 raise
         return self
+
+    def rotate(self, turn: int) -> None:
+        """Move every server on to the cores of its `turn`-th neighbour.
+
+        Cores are not equally fast: some share a physical core, or a cache, with another
+        customer's. After as many turns as there are servers each has been everywhere.
+        """
+        if self._cores is None:
+            return
+        for index, server in enumerate(self.servers.values()):
+            cores = self._cores[(index + turn) % len(self._cores)]
+            for process in server.processes():
+                move_to(process, cores)
 
     def trees(self) -> dict[str, str]:
         """Return the line in which each server with trees describes them."""

@@ -42,9 +42,17 @@ def test_the_next_engine_uses_what_was_measured(
     vllm_options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     vllm_options += ["--block-size", "32", "--num-gpu-blocks-override", "64"]
     vllm_options += gpu_memory_args()
-    code = main(["calibrate", target, draft, *options, "--", *vllm_options])
-    remove_tree_backends()
-    cleanup_dist_env_and_memory()
+
+    def calibrate(*more: str) -> int:
+        code = main(["calibrate", target, draft, *options, *more, "--", *vllm_options])
+        remove_tree_backends()
+        cleanup_dist_env_and_memory()
+        return code
+
+    assert calibrate("--check") == 2
+    assert "there is no kept schedule to check" in capsys.readouterr().err
+    assert not accepted_drafts, "measured for nothing"
+    code = calibrate()
     out = capsys.readouterr().out
     assert code == 0 and accepted_drafts[0] > 16
     rows = [line for line in out.splitlines() if line.startswith("|")]
@@ -57,6 +65,11 @@ def test_the_next_engine_uses_what_was_measured(
     assert {entry[0] for entry in kept["step_ms"]} == {1, 2}
     # Four tokens for hardly more than the time of one.
     assert all(entry[2] > 0 for entry in kept["budget_per_batch_size"])
+    assert calibrate("--check") in (0, 1)
+    out = capsys.readouterr().out
+    assert f'Kept: "budget_per_batch_size": {kept["budget_per_batch_size"]}' in out
+    assert "At worst " in out
+    assert json.loads(path.read_text()) == kept
     speculative = dict(method="dflash", model=draft)
     speculative["ddtree"] = dict(budget=8, budget_per_batch_size="auto")
     with engine(target, speculative) as llm:

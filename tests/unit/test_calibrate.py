@@ -56,6 +56,36 @@ def test_wide_trees_for_few_requests_and_none_for_many():
     assert schedule[1] == (2, 9, 7)
 
 
+def test_a_schedule_beside_the_best_of_each_batch_size(capsys):
+    tokens = [1.0, 2.0, 3.0]
+    measured = costs(
+        {
+            0: {1: 10.0, 4: 10.0, 8: 10.0},
+            1: {1: 10.0, 4: 16.0, 8: 30.0},
+            2: {1: 12.0, 4: 20.0},
+        }
+    )
+    rows = choose.compare(((1, 2, 2), (3, 5, 1)), measured, tokens)
+    # tokens/s: 250; 600 of 500, 600; the last range goes on: 800 of 533.
+    assert [(row.batch, row.nodes, row.best) for row in rows] == [
+        (1, 2, 2),
+        (4, 1, 2),
+        (8, 1, 0),
+    ]
+    ratios = [row.ratio for row in rows]
+    assert ratios == pytest.approx([1.0, 500 / 600, (8 * 2 / 30) / (8 / 10)])
+    # What was not measured for so many is not compared.
+    assert len(choose.compare(((1, 8, 2),), measured, tokens)) == 2
+    from vllm_dflash.cli import calibrate
+
+    assert calibrate._check(((1, 2, 2), (3, 5, 1)), measured, tokens) == 1
+    out = capsys.readouterr().out
+    assert "| 4 | 1 | 500 | 2 | 600 | 0.833 |" in out
+    assert "At worst 0.667 of the best choice: below 0.97. Calibrate again." in out
+    assert calibrate._check(((1, 4, 2), (5, 8, 0)), measured, tokens) == 0
+    assert "At worst 1.000 of the best choice" in capsys.readouterr().out
+
+
 def test_noise_never_makes_trees_grow_with_the_load():
     tokens = [1.0] + [3.0] * 31 + [3.2] * 16
     measured = costs(

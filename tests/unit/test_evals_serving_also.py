@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads of a serving benchmark that are measured more often than the others."""
 
+import os
+import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import fake_configs
+import psutil
 import pytest
 from serving_rows import load_evals, options
 
@@ -102,3 +105,95 @@ def test_the_trees_of_the_servers_are_kept_as_they_say(evals, tmp_path):
     trees = "depth 15, budget 47 nodes by batch size [[1, 4, 47], [5, 8, 7]], "
     trees += "width 8/48, 8 candidates a depth"
     assert wave.trees() == {"tree-15": trees}
+
+
+SLEEPER = """
+import threading, time
+for _ in range(3):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_servers_exchange_their_cores_with_every_thread(
+    evals, tmp_path, monkeypatch, request
+):
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    monkeypatch.setattr(evals.servers, "core_sets", lambda *_: [{c} for c in cores])
+
+    class Server:
+        def __init__(self, spec, log_path, log):
+            pass
+
+        def __enter__(self):
+            command = [sys.executable, "-c", SLEEPER]
+            self.child = subprocess.Popen(command, stdout=subprocess.PIPE)
+            request.addfinalizer(self.child.kill)
+            assert self.child.stdout.readline()
+
+        def processes(self):
+            return [psutil.Process(self.child.pid)]
+
+        def stop(self):
+            self.child.kill()
+            self.child.wait()
+
+        def where(self):
+            threads = self.processes()[0].threads()
+            assert len(threads) >= 4
+            return {tuple(os.sched_getaffinity(thread.id)) for thread in threads}
+
+    monkeypatch.setattr(evals.servers, "VLLMServer", Server)
+    names = ["none", "chain"]
+    with evals.servers.ServerWave(names, options(evals), tmp_path, print) as wave:
+        for turn in (0, 1, 2, 3):
+            wave.rotate(turn)
+            found = [wave.servers[name].where() for name in names]
+            assert found == [{(cores[(i + turn) % 2],)} for i in range(2)]
+        # One that has gone away is no reason to stop.
+        processes = wave.servers["none"].processes()
+        wave.servers["none"].stop()
+        evals.servers.move_to(processes[0], {cores[0]})
+
+
+def test_repeats_are_turns(evals, bench_args_of, monkeypatch):
+    """Warm-ups run where the servers started; each repeat is one turn."""
+    args = bench_args_of(
+        "--concurrency", "1,2", "--temperatures", "0", "--repeats", "3"
+    )
+    log: list[object] = []
+
+    class Wave:
+        servers = dict.fromkeys(SERVERS)
+
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def trees(self):
+            return {}
+
+        def rotate(self, turn):
+            log.append(turn)
+
+    def measure(*_):
+        log.append("measured")
+        return {"result": {"output_throughput": 1.0}}
+
+    bench = evals.bench_serving
+    monkeypatch.setattr(bench, "ServerWave", Wave)
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "write_prompts", lambda *_: None)
+    pair = SimpleNamespace(target="target")
+    rows = list(bench.run(args, SimpleNamespace(pair=pair), {}))
+    assert len(rows) == 3 * 2 * 4
+    warm_ups, a_repeat = ["measured"] * 8, ["measured"] * 8
+    assert log == [*warm_ups, *a_repeat, 1, *a_repeat, 2, *a_repeat]

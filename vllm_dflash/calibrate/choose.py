@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from vllm_dflash.schedule import BudgetSchedule
 
@@ -102,6 +103,53 @@ def choose_schedule(
         if len(schedule) <= MAX_BUDGETS:
             return schedule
         price *= 1.1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A schedule's choice at one batch size beside the best that was measured.
+
+    Attributes:
+        nodes: What the schedule chooses.
+        best: The number of nodes with the most tokens per second.
+    """
+
+    batch: int
+    nodes: int
+    tokens_per_s: float
+    best: int
+    best_tokens_per_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Of the schedule to the best."""
+        return self.tokens_per_s / self.best_tokens_per_s
+
+
+def compare(
+    schedule: BudgetSchedule,
+    # Milliseconds of a step by (batch size, nodes)
+    measured: Mapping[tuple[int, int], float],
+    # Mean tokens of a step by number of nodes
+    tokens: Sequence[float],
+) -> list[Comparison]:
+    """Compare a schedule with every fixed number of nodes, by measured batch size.
+
+    Batch sizes at which the schedule's own choice was not measured are left out.
+    """
+    found = []
+    for batch in sorted({b for b, _ in measured}):
+        speeds = {
+            nodes: 1e3 * batch * tokens[nodes] / ms
+            for (b, nodes), ms in measured.items()
+            if b == batch
+        }
+        # vLLM carries the last range on.
+        own = next((n for _, last, n in schedule if batch <= last), schedule[-1][2])
+        if own in speeds:
+            best = max(speeds, key=speeds.__getitem__)
+            found.append(Comparison(batch, own, speeds[own], best, speeds[best]))
+    return found
 
 
 def _best_descent(gains: list[dict[int, float]], price: float) -> list[int]:

@@ -11,6 +11,8 @@ from vllm_dflash.cli.arguments import CommandError, positive
 from vllm_dflash.config import DEFAULT_BUDGET, DEFAULT_BUDGET_CPU, resolve_depth
 from vllm_dflash.schedule import BudgetSchedule
 
+# What a kept schedule has to reach of the best choice, by `--check`.
+BAR = 0.97
 # Tokens that the timed requests may grow by.
 _ROOM = 2048
 
@@ -36,8 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=positive, default=128, help="per answer (default 128)"
     )
-    parser.add_argument(
+    keeping = parser.add_mutually_exclusive_group()
+    keeping.add_argument(
         "--dry-run", action="store_true", help="print the schedule, keep nothing"
+    )
+    keeping.add_argument(
+        "--check",
+        action="store_true",
+        help="compare the kept schedule with what is measured now; exit code 1 if it "
+        f"is below {BAR} of the best choice at a batch size",
     )
 
 
@@ -59,6 +68,19 @@ def run_calibrate(args: argparse.Namespace) -> int:
     budget = nodes[-1]
     try:
         print(f"Engine up after {time.monotonic() - started:.0f} s.", flush=True)
+        setup = store.describe_setup(
+            llm.llm_engine.vllm_config.speculative_config,
+            kv_cache_dtype=engine_args.get("kv_cache_dtype", "auto"),
+            tensor_parallel_size=1,
+            budget=budget,
+            depth=depth,
+        )
+        kept = store.load(setup)
+        if args.check and kept is None:
+            raise CommandError(
+                f"there is no kept schedule to check (got no {setup.path}). Allowed: "
+                "after the same command without --check."
+            )
         bench = measure.Bench(llm.llm_engine)
         asked = prompts.tokenize(llm.get_tokenizer(), conversations)
         paths = bench.accepted_paths(asked, budget, args.max_tokens, args.temperature)
@@ -70,15 +92,11 @@ def run_calibrate(args: argparse.Namespace) -> int:
             fitting = [n for n in nodes if size * (n + 1) <= measure.MAX_ROWS]
             times = bench.time_steps(long_prompts, size, fitting, _ROOM)
             measured |= {(size, count): ms for count, ms in times.items()}
-        setup = store.describe_setup(
-            llm.llm_engine.vllm_config.speculative_config,
-            kv_cache_dtype=engine_args.get("kv_cache_dtype", "auto"),
-            tensor_parallel_size=1,
-            budget=budget,
-            depth=depth,
-        )
     finally:
         llm.llm_engine.engine_core.shutdown()
+    if args.check:
+        assert kept is not None
+        return _check(kept, measured, tokens)
     schedule = choose.choose_schedule(measured, tokens, args.max_num_seqs)
     print(f"Measured in {time.monotonic() - started:.0f} s.\n")
     _print_table(measured, tokens, nodes, sizes, schedule)
@@ -101,6 +119,32 @@ def run_calibrate(args: argparse.Namespace) -> int:
     path = store.save(setup, schedule, details)
     print(f'Kept in {path}: "auto" uses it for this pair, GPU and budget {budget}.')
     return 0
+
+
+def _check(
+    kept: BudgetSchedule,
+    measured: dict[tuple[int, int], float],
+    tokens: list[float],
+) -> int:
+    """Print how near a schedule of an earlier run comes to the best; the exit code."""
+    from vllm_dflash.calibrate import choose
+
+    print(f'\nKept: "budget_per_batch_size": {[list(entry) for entry in kept]}\n')
+    print("| batch | kept | tok/s | best | tok/s | kept to best |")
+    print("|---:|---:|---:|---:|---:|---:|")
+    rows = choose.compare(kept, measured, tokens)
+    for row in rows:
+        print(
+            f"| {row.batch} | {row.nodes} | {row.tokens_per_s:.0f} | {row.best} | "
+            f"{row.best_tokens_per_s:.0f} | {row.ratio:.3f} |"
+        )
+    worst = min(row.ratio for row in rows)
+    is_good = worst >= BAR
+    print(
+        f"\nAt worst {worst:.3f} of the best choice: "
+        + ("as it should be." if is_good else f"below {BAR}. Calibrate again.")
+    )
+    return 0 if is_good else 1
 
 
 def _engine_args(

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import psutil
+
 from vllm_dflash.demo.client import Client, RequestError
 from vllm_dflash.demo.fetch import Log
 from vllm_dflash.demo.pair import ModelPair
@@ -149,6 +151,12 @@ class VLLMServer:
         """Block until the server ends by itself and return its exit code."""
         assert self._process is not None
         return self._process.wait()
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the server and all that it has started."""
+        assert self._process is not None
+        first = psutil.Process(self._process.pid)
+        return [first, *first.children(recursive=True)]
 
     def describe_log(self) -> str:
         """Return the cause of the server's end, its last lines and where the log is."""

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the small form of a result, as `evals/results` keeps it.
+
+    python evals/keep_result.py acceptance.json evals/results/acceptance_h200.json
+
+Answers and figures for single requests are left out; provenance, settings, commands and
+everything that a table or plot is made of stay as they are.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# Of the result of `vllm bench serve`: what tables use, and what tells a bad run.
+SERVING = {
+    "completed",
+    "failed",
+    "duration",
+    "total_input_tokens",
+    "total_output_tokens",
+    "request_throughput",
+    "output_throughput",
+    "mean_ttft_ms",
+    "median_ttft_ms",
+    "mean_tpot_ms",
+    "median_tpot_ms",
+    "p99_tpot_ms",
+    "mean_e2el_ms",
+    "p99_e2el_ms",
+    "p99_itl_ms",
+    "peak_in_flight",
+    "spec_decode_acceptance_length",
+}
+
+
+def keep(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the report in its small form."""
+    kept = {key: value for key, value in report.items() if key != "results"}
+    if report.get("kind") == "serving":
+        kept["rows"] = [
+            row | {"result": {k: v for k, v in row["result"].items() if k in SERVING}}
+            for row in report["rows"]
+        ]
+    return kept
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument("destination", type=Path)
+    args = parser.parse_args()
+    report = json.loads(args.source.read_text(encoding="utf-8"))
+    text = json.dumps(keep(report), indent=1) + "\n"
+    args.destination.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
