@@ -17,6 +17,7 @@ from vllm_dflash.errors import option_error
 from vllm_dflash.schedule import (
     DEFAULT_PARAMETERS,
     BudgetSchedule,
+    Measurement,
     parse_schedule,
 )
 
@@ -37,6 +38,7 @@ OPTION_NAMES = (
     "budget_per_batch_size",
     "max_children",
     "scale_by_temperature",
+    "use_noise",
 )
 _EXAMPLE = '"ddtree": {"budget": 47}'
 
@@ -52,17 +54,23 @@ class DDTreeConfig:
         max_children: Candidates per depth.
         scale_by_temperature: Whether the tree scores of a request at T > 0 are
             log-probabilities at that temperature.
+        use_noise: Whether candidates of a request at T > 0 are ranked with the noise of
+            the target's draw, which its seed gives away.
         budget_per_batch_size: `(first, last, nodes)` of inclusive ranges of the number
             of running requests, contiguous from 1; None is `budget` everywhere.
         demanded: The user typed `ddtree`: refuse instead of serving a chain.
+        measurement: What the schedule was chosen from, if `vllm-dflash calibrate` did
+            and "auto" took it; it then follows the running acceptance.
     """
 
     budget: int
     depth: int
     max_children: int = DEFAULT_MAX_CHILDREN
     scale_by_temperature: bool = False
+    use_noise: bool = True
     budget_per_batch_size: BudgetSchedule | None = None
     demanded: bool = False
+    measurement: Measurement | None = None
 
     @property
     def width(self) -> int:
@@ -83,6 +91,9 @@ class DDTreeConfig:
             values["budget_per_batch_size"] = [
                 list(entry) for entry in self.budget_per_batch_size
             ]
+        del values["measurement"]
+        if self.measurement is not None:
+            values["measurement"] = self.measurement.to_values()
         return values
 
     @classmethod
@@ -91,7 +102,11 @@ class DDTreeConfig:
         schedule = values["budget_per_batch_size"]
         if schedule is not None:
             schedule = tuple((first, last, nodes) for first, last, nodes in schedule)
-        return cls(**{**values, "budget_per_batch_size": schedule})
+        measurement = values.get("measurement")
+        if measurement is not None:
+            measurement = Measurement.from_values(**measurement)
+        restored = {"budget_per_batch_size": schedule, "measurement": measurement}
+        return cls(**{**values, **restored})
 
 
 def get_ddtree_config(vllm_config: VllmConfig) -> DDTreeConfig | None:
@@ -159,18 +174,12 @@ def parse_ddtree_option(
     max_children = _int_in_range(
         options, "max_children", DEFAULT_MAX_CHILDREN, 1, MAX_MAX_CHILDREN
     )
-    scale = options.get("scale_by_temperature", False)
-    if not isinstance(scale, bool):
-        raise option_error(
-            f"ddtree.scale_by_temperature is not a switch (got {scale!r})",
-            "true and false are allowed",
-            '"ddtree": {"scale_by_temperature": true}',
-        )
     return DDTreeConfig(
         budget=budget,
         depth=depth,
         max_children=max_children,
-        scale_by_temperature=scale,
+        scale_by_temperature=_switch(options, "scale_by_temperature", False),
+        use_noise=_switch(options, "use_noise", True),
         budget_per_batch_size=parse_schedule(
             options.get("budget_per_batch_size"),
             budget,
@@ -184,6 +193,17 @@ def parse_ddtree_option(
         ),
         demanded=value is not None,
     )
+
+
+def _switch(options: dict[str, Any], name: str, default: bool) -> bool:
+    value = options.get(name, default)
+    if not isinstance(value, bool):
+        raise option_error(
+            f"ddtree.{name} is not a switch (got {value!r})",
+            "true and false are allowed",
+            f'"ddtree": {{"{name}": {str(not default).lower()}}}',
+        )
+    return value
 
 
 def resolve_depth(num_speculative_tokens: int | None, block_size: int | None) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_dflash.config import DDTreeConfig
+from vllm_dflash.schedule import by_batch_size, to_ranges
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,6 +44,27 @@ def cover_verify_widths(
     )
     compilation.cudagraph_capture_sizes = sorted({*sizes, *added})
     compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+
+
+def cover_no_drafts(config: VllmConfig) -> None:
+    """Have vLLM capture decode steps without drafts too, in `config` in place.
+
+    For a schedule that may come down to none while it serves. vLLM captures the widths
+    of its schedule, whatever their batch sizes: one batch size whose width others have
+    too is put down for no drafts. The scheduler's table is set right when it is made
+    (`patches/scheduler.py`), so no step follows that entry.
+    """
+    speculative = config.speculative_config
+    assert speculative is not None, "called for an engine without trees"
+    schedule = speculative.num_speculative_tokens_per_batch_size
+    if not schedule:
+        return
+    nodes = by_batch_size(tuple(schedule), config.scheduler_config.max_num_seqs)
+    spare = [batch for batch in range(1, len(nodes)) if nodes.count(nodes[batch]) > 1]
+    if 0 in nodes[1:] or not spare:
+        return
+    nodes[spare[-1]] = 0
+    speculative.num_speculative_tokens_per_batch_size = list(to_ranges(nodes))
 
 
 def verify_sizes(

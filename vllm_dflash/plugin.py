@@ -47,10 +47,12 @@ def register() -> None:
         _apply(name, "the key ddtree is refused by vLLM")
     _apply("init_speculator", "an engine with trees can't start its workers")
     _apply("draft_slots", "fewer requests with trees fit a step")
-    # Also for a front end that is handed a finished config, from another process.
+    # Also for a process that is handed a finished config: an engine core, or another
+    # front end.
     for name, consequence in (
         ("input_processor", "vLLM goes on refusing min_p and logit_bias"),
         ("stat_loggers", "there are no vllm_dflash metrics"),
+        ("scheduler", "a calibrated budget schedule stays as it was measured"),
     ):
         _apply_after_import(name, consequence)
     if envs.any_is_set():

@@ -11,7 +11,9 @@ its size, so a smaller budget is a truncation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_dflash.errors import option_error
@@ -31,6 +33,81 @@ _ROW_PARAMETERS_OF_OVERHEAD = 0.45e12
 # Past this multiple even the narrowest tree costs more than its tokens save.
 _MOST_ROWS = 3
 DEFAULT_PARAMETERS = 8e9
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What `vllm-dflash calibrate` has measured beside the schedule that it chose.
+
+    Attributes:
+        step_ms: `(batch size, nodes, milliseconds)` of steps; 0 nodes is no drafts.
+        tokens: `(nodes, mean tokens of a step)`.
+    """
+
+    step_ms: tuple[tuple[int, int, float], ...]
+    tokens: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def from_values(cls, step_ms: Any, tokens_by_nodes: Any) -> Measurement:
+        """Read JSON values: a list of triples, and a dict with numbers as strings.
+
+        Raises:
+            ValueError: They are no step times with their tokens.
+        """
+        try:
+            found = cls(
+                tuple((_whole(b), _whole(n), float(ms)) for b, n, ms in step_ms),
+                tuple((int(n), float(mean)) for n, mean in tokens_by_nodes.items()),
+            )
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"it holds no step times ({error})") from error
+        tokens = dict(found.tokens)
+        if (
+            all(ms > 0 and math.isfinite(ms) for _, _, ms in found.step_ms)
+            and all(mean >= 1 and math.isfinite(mean) for mean in tokens.values())
+            and all(b >= 1 and n in tokens for b, n, _ in found.step_ms)
+            and (1, 0) in {(b, n) for b, n, _ in found.step_ms}
+        ):
+            return found
+        raise ValueError("its step times or tokens are out of range")
+
+    def to_values(self) -> dict[str, Any]:
+        """Return the arguments of `from_values`, as JSON has them."""
+        return {
+            "step_ms": [list(entry) for entry in self.step_ms],
+            "tokens_by_nodes": {str(nodes): mean for nodes, mean in self.tokens},
+        }
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"got {value!r} for a whole number")
+    return value
+
+
+def by_batch_size(schedule: BudgetSchedule, largest: int) -> list[int]:
+    """Return the nodes of each batch size, as vLLM's scheduler keeps them: 0 first.
+
+    The last range holds for all larger batches.
+    """
+    nodes = [0] * (largest + 1)
+    for first, last, count in schedule:
+        for batch in range(first, min(last, largest) + 1):
+            nodes[batch] = count
+    for batch in range(schedule[-1][1] + 1, largest + 1):
+        nodes[batch] = schedule[-1][2]
+    return nodes
+
+
+def to_ranges(nodes_by_batch_size: list[int]) -> BudgetSchedule:
+    """Return the schedule of a list that `by_batch_size` made."""
+    schedule: list[tuple[int, int, int]] = []
+    for batch, nodes in enumerate(nodes_by_batch_size[1:], 1):
+        if schedule and schedule[-1][2] == nodes:
+            schedule[-1] = (schedule[-1][0], batch, nodes)
+        else:
+            schedule.append((batch, batch, nodes))
+    return tuple(schedule)
 
 
 def estimate_parameters(hf_config: Any, tensor_parallel_size: int) -> float:

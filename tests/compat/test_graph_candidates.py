@@ -9,7 +9,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_dflash.config import DDTreeConfig
-from vllm_dflash.graphs import verify_sizes
+from vllm_dflash.graphs import cover_no_drafts, verify_sizes
 from vllm_dflash.patches.cudagraph_utils import complete_candidates
 from vllm_dflash.schedule import auto_schedule
 
@@ -22,7 +22,7 @@ SCHEDULES = {
 }
 
 
-def manager(monkeypatch, schedule, max_num_seqs=64):
+def manager(monkeypatch, schedule, max_num_seqs=64, may_have_none=False):
     """vLLM's own manager over the sizes that an engine with this schedule captures."""
     tree = DDTreeConfig(budget=47, depth=15, budget_per_batch_size=schedule)
     sizes = verify_sizes(tree, max_num_seqs, 16384, 2048)
@@ -42,6 +42,8 @@ def manager(monkeypatch, schedule, max_num_seqs=64):
         num_speculative_tokens=47,
         additional_config={"ddtree": tree.to_dict()},
     )
+    if may_have_none:
+        cover_no_drafts(config)
     group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
     platform = SimpleNamespace(get_global_graph_pool=lambda: None)
@@ -82,6 +84,24 @@ def test_every_batch_of_the_schedule_has_a_graph(monkeypatch, name):
         assert found.num_reqs >= num_reqs
         # Padding stays within a quarter, as the captured sizes are chosen.
         assert found.num_reqs <= max(num_reqs + 1, num_reqs * 1.25)
+
+
+def test_schedule_that_moves_has_graphs_wherever_it_may_go(monkeypatch):
+    """Any of its widths, or none, at any batch size within the captured tokens."""
+    schedule = ((1, 4, 47), (5, 12, 15), (13, 64, 7))
+    assert 0 not in {nodes for _, _, nodes in schedule}
+    made = manager(monkeypatch, schedule, may_have_none=True)
+    complete_candidates(made)
+    largest = made.compilation_config.max_cudagraph_capture_size
+    for width in (48, 16, 8, 1):
+        for num_reqs in range(1, min(64, largest // width) + 1):
+            found = made.dispatch(num_reqs, num_reqs * width, width, 0)
+            assert found.cg_mode == CUDAGraphMode.FULL, (num_reqs, width)
+            assert found.uniform_token_count == width
+    assert (
+        manager(monkeypatch, schedule).dispatch(4, 4, 1, 0).cg_mode
+        != CUDAGraphMode.FULL
+    )
 
 
 def test_vllms_own_lists_are_incomplete(monkeypatch):

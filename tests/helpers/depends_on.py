@@ -172,6 +172,22 @@ DEPENDS_ON: dict[str, dict[str, str]] = {
         "maybe_download_from_modelscope": "called before it",
     },
     "vllm.utils.torch_utils": {"async_tensor_h2d": "copies row counts to the device"},
+    "vllm.v1.core.sched.scheduler": {
+        "Scheduler.schedule": "looks the drafts of the next step up in the table that "
+        "the running schedule overwrites; cuts drafts at limits",
+        "Scheduler.update_from_output": "gets every scheduled step in order; its "
+        "arguments are read first, since it cuts sampled tokens at stops in place",
+    },
+    "vllm.v1.core.sched.async_scheduler": {
+        "AsyncScheduler._update_after_schedule": "as many placeholders as the step's "
+        "num_spec_tokens_to_schedule",
+    },
+    "vllm.v1.core.sched.output": {
+        "SchedulerOutput": "drafts, new and finished requests of a step are read",
+    },
+    "vllm.v1.spec_decode.dynamic.utils": {
+        "build_dynamic_sd_schedule_lookup": "the table: indexed by the batch size",
+    },
     "vllm.v1.spec_decode.metrics": {
         "SpecDecodingLogging": "subclassed for a line that counts depths",
         "SpecDecodingStats": "what the scheduler counts: nodes, not depths",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_dflash import __version__, envs
 from vllm_dflash.logger import init_logger
-from vllm_dflash.schedule import BudgetSchedule, parse_schedule
+from vllm_dflash.schedule import BudgetSchedule, Measurement, parse_schedule
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -108,8 +108,22 @@ def save(setup: Setup, schedule: BudgetSchedule, details: dict[str, Any]) -> Pat
     return path
 
 
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A kept schedule and, unless it was written without, what it was chosen from."""
+
+    schedule: BudgetSchedule
+    measurement: Measurement | None
+
+
 def load(setup: Setup) -> BudgetSchedule | None:
     """The measured schedule of a set-up; None if there is none that can be read."""
+    found = load_calibration(setup)
+    return None if found is None else found.schedule
+
+
+def load_calibration(setup: Setup) -> Calibration | None:
+    """What was measured for a set-up; None if there is nothing that can be read."""
     path = setup.path
     if not path.is_file():
         return None
@@ -120,6 +134,13 @@ def load(setup: Setup) -> BudgetSchedule | None:
         schedule = parse_schedule(
             values["budget_per_batch_size"], setup.budget, is_cpu=False
         )
+        if schedule is None:
+            raise ValueError("it holds no ranges")
+        measurement = None
+        if "step_ms" in values and "tokens_by_nodes" in values:
+            measurement = Measurement.from_values(
+                values["step_ms"], values["tokens_by_nodes"]
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning(
             "The measured budget schedule %s can't be used: %s. The formula by model "
@@ -129,4 +150,4 @@ def load(setup: Setup) -> BudgetSchedule | None:
         )
         return None
     logger.info("Budget schedule measured by vllm-dflash calibrate: %s", path)
-    return schedule
+    return Calibration(schedule, measurement)

@@ -101,6 +101,19 @@ LEDGER: tuple[Patch, ...] = (
         make="vllm_dflash.patches.stat_loggers:wrap_stat_logger_manager",
     ),
     Patch(
+        name="scheduler",
+        target="vllm.v1.core.sched.scheduler:Scheduler.__init__",
+        what="Makes an engine's scheduler, with its table of drafts by batch size.",
+        why="The table stays as it is at the start, chosen by the acceptance of a "
+        "calibration. Other traffic may accept so little that no drafts are faster.",
+        how="Has each step's scheduled and sampled tokens read before the scheduler "
+        "takes them, and the table overwritten in place. Engines with a calibrated "
+        "schedule only; for others nothing is wrapped.",
+        upstream="A schedule of drafts that a plugin can set while the engine runs.",
+        remove_when="A plugin is told what each step accepted and may set the drafts.",
+        make="vllm_dflash.patches.scheduler:wrap_scheduler",
+    ),
+    Patch(
         name="init_speculator",
         target="vllm.v1.worker.gpu.spec_decode:init_speculator",
         what="Chooses the speculator class of Model Runner V2 by method.",

@@ -9,6 +9,7 @@ config again as vLLM would have, so the chain is exactly vLLM's.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from vllm_dflash.config import (
 from vllm_dflash.errors import option_error
 from vllm_dflash.logger import init_logger
 from vllm_dflash.patches.speculative_config import set_draft_slots
-from vllm_dflash.schedule import estimate_parameters
+from vllm_dflash.schedule import BudgetSchedule, estimate_parameters
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -129,6 +130,8 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
                 user_sizes=_has_user_sizes(before),
                 user_max_num_seqs=before["max_num_seqs"] is not None,
             )
+            if tree.measurement is not None:
+                graphs.cover_no_drafts(config)
             selection.select_worker(config)
             support.log_tree(logger, config, tree, backend)
             _name_what_rust_leaves_out(*args, **kwargs)
@@ -232,6 +235,24 @@ def _decide(
     if option is False:
         return None
     depth = config.num_speculative_tokens
+    # Of the schedule, if that is a kept one.
+    kept: list[store.Calibration] = []
+
+    def find_measured(budget: int, depth: int) -> BudgetSchedule | None:
+        found = store.load_calibration(
+            store.describe_setup(
+                config,
+                kv_cache_dtype=str(args.kv_cache_dtype),
+                tensor_parallel_size=args.tensor_parallel_size,
+                budget=budget,
+                depth=depth,
+            )
+        )
+        if found is None:
+            return None
+        kept.append(found)
+        return found.schedule
+
     try:
         tree = parse_ddtree_option(
             option,
@@ -241,21 +262,15 @@ def _decide(
             parameters=estimate_parameters(
                 config.target_model_config.hf_text_config, args.tensor_parallel_size
             ),
-            find_measured=lambda budget, depth: store.load(
-                store.describe_setup(
-                    config,
-                    kv_cache_dtype=str(args.kv_cache_dtype),
-                    tensor_parallel_size=args.tensor_parallel_size,
-                    budget=budget,
-                    depth=depth,
-                )
-            ),
+            find_measured=find_measured,
         )
     except ValueError as error:
         if option is not None:
             raise
         support.warn_chain(logger, support.Refusal(str(error)), depth)
         return None
+    if kept:
+        tree = dataclasses.replace(tree, measurement=kept[0].measurement)
     refusal = support.find_early_refusal(config, tree, args.max_num_batched_tokens)
     if refusal is None:
         return tree
