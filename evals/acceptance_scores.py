@@ -70,6 +70,7 @@ def install(rule: str) -> None:
         logits: torch.Tensor,
         row_to_slot: torch.Tensor,
         temperature: torch.Tensor,
+        *noise: torch.Tensor,
     ) -> torch.Tensor:
         slots = row_to_slot.clamp(min=0)
         scale = temperature[slots]

@@ -153,7 +153,9 @@ def emitted_tokens(steps: list[tuple], budget: int) -> torch.Tensor:
     count = len(steps)
     depth, num_candidates = steps[0][0].built_tokens.shape
     trees = DraftTreeBuffers.allocate(count, budget + 1, torch.device("cpu"))
-    builder = TreeBuilder(trees, depth, num_candidates, False, 512, torch.device("cpu"))
+    builder = TreeBuilder(
+        trees, depth, num_candidates, False, False, 512, torch.device("cpu")
+    )
     builder.cand_tokens.copy_(torch.cat([s[0].built_tokens for s in steps]))
     builder.cand_logprobs.copy_(torch.cat([s[0].built_logprobs for s in steps]))
     slots = torch.arange(count)

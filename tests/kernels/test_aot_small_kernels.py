@@ -134,16 +134,23 @@ def call_topk() -> None:
     from vllm_dflash_kernels.topk_logprobs import topk_logprobs
 
     slots, temperature = torch.zeros(480, dtype=torch.int64), torch.ones(32)
-    for dtype, num_rows, vocab_size, candidates in (
-        (torch.bfloat16, 15, 151936, 8),
-        (torch.float32, 15, 49152, 32),
+    seeds = torch.zeros(32, dtype=torch.int64)
+    for dtype, num_rows, vocab_size, candidates, is_noisy in (
+        (torch.bfloat16, 15, 151936, 8, False),
+        (torch.bfloat16, 15, 151936, 8, True),
+        (torch.bfloat16, 480, 49152, 8, True),
+        (torch.float32, 15, 49152, 32, True),
+        (torch.float32, 15, 49152, 32, False),
     ):
         logits = torch.empty(num_rows, vocab_size, dtype=dtype)
         topk_logprobs(
             logits,
             candidates,
-            temperature=temperature if candidates == 8 else None,
+            temperature=temperature if is_noisy or candidates == 8 else None,
             row_to_slot=slots,
+            is_scaled=not is_noisy,
+            seed=seeds if is_noisy else None,
+            position=slots if is_noisy else None,
             impl="triton",
         )
 

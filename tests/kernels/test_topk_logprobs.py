@@ -10,6 +10,7 @@ from vllm_dflash_kernels.dispatch import next_power_of_2
 from vllm_dflash_kernels.testing import assert_close, poisoned
 from vllm_dflash_kernels.topk_logprobs import topk_logprobs, topk_workspace
 from vllm_dflash_kernels.topk_logprobs import workspace as splitting
+from vllm_dflash_kernels.topk_logprobs.noise_reference import draw_noise_reference
 
 # fp32 sum of exponentials over a few thousand terms.
 LOGPROB_RATIO = 1e-5
@@ -183,3 +184,101 @@ def test_workspace_serves_every_smaller_batch():
 def test_candidate_count_is_checked():
     with pytest.raises(ValueError, match=r"\[1, 32\] \(got 33\)"):
         topk_logprobs(torch.zeros(1, 4), 33)
+
+
+def noise_of(seeds, positions, vocab_size):
+    """MurmurHash3 of four words and the Gumbel noise of it, in Python's integers."""
+
+    def rotate(x, bits):
+        return (x << bits | x >> 32 - bits) & 0xFFFFFFFF
+
+    def mix(h, word):
+        word = rotate(word * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
+        return (rotate(h ^ word, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
+
+    rows = []
+    for seed, position in zip(seeds, positions, strict=True):
+        row = []
+        for token in range(vocab_size):
+            h = 0
+            for word in (seed, seed >> 32, position, token):
+                h = mix(h, word & 0xFFFFFFFF)
+            h ^= 16
+            h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+            h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+            u = ((h ^ h >> 16) + 0.5) / 2**32
+            row.append(-math.log(-math.log1p(-u)))
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+SEEDS = [0, -5, 2**40 + 7, 123456789]
+POSITIONS = [3, 0, 70_000, 9, 4, 2**31 + 1]
+
+
+def test_noise_is_the_hash_of_seed_position_and_token():
+    slots = torch.tensor([0, 1, 2, 3, 1, 2])
+    seeds = torch.tensor(SEEDS)[slots]
+    got = draw_noise_reference(seeds, torch.tensor(POSITIONS), 300)
+    expected = noise_of(seeds.tolist(), POSITIONS, 300)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert got.min() > -2.5 and got.max() > 5
+
+
+@pytest.mark.parametrize("vocab_size", [5, 1009, 12289])
+def test_noise_decides_where_there_is_a_temperature(vocab_size, impl, device):
+    torch.manual_seed(vocab_size)
+    logits = torch.randn(7, vocab_size) * 3
+    logits[2, : vocab_size // 2] = -torch.inf
+    logits[4, 0] = math.nan
+    # Slots 0 and 3 are drawn at T = 1 and 0.5, slot 1 is greedy; one row is inert.
+    temperature = torch.tensor([1.0, 0.0, 2.0, 0.5])
+    slots = torch.tensor([0, 1, 3, 3, 2, -1, 0])
+    positions = torch.tensor([*POSITIONS, 77])
+    seeds = torch.tensor(SEEDS)
+    tokens, logprobs = topk_logprobs(
+        logits.to(device),
+        4,
+        temperature=temperature.to(device),
+        row_to_slot=slots.to(device),
+        is_scaled=False,
+        seed=seeds.to(device),
+        position=positions.to(device),
+        impl=impl,
+    )
+    drawn = slots.clamp(min=0)
+    noise = noise_of(seeds[drawn].tolist(), positions.tolist(), vocab_size)
+    row_temperature = torch.where(slots >= 0, temperature[drawn], 0.0)
+    noisy = logits + row_temperature[:, None] * noise
+    expected_tokens, expected = brute_force(noisy, 4)
+    assert torch.equal(tokens.cpu(), expected_tokens)
+    torch.testing.assert_close(logprobs.cpu(), expected, atol=1e-4, rtol=1e-4)
+    # The greedy and the inert row are those without noise.
+    plain, _ = topk_logprobs(logits.to(device), 4, impl=impl)
+    assert torch.equal(tokens[[1, 5]].cpu(), plain[[1, 5]].cpu())
+    if vocab_size > 1000:
+        assert not torch.equal(tokens[0].cpu(), plain[0].cpu())
+
+
+def test_scaled_noise_is_divided_by_the_temperature(impl, device):
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(1))
+    values = dict(
+        temperature=torch.tensor([2.0], device=device),
+        row_to_slot=torch.tensor([0], device=device),
+        seed=torch.tensor([11], device=device),
+        position=torch.tensor([5], device=device),
+    )
+    tokens, logprobs = topk_logprobs(logits.to(device), 3, impl=impl, **values)
+    noisy = logits + 2.0 * noise_of([11], [5], 200)
+    expected_tokens, expected = brute_force(noisy, 3, [2.0])
+    assert torch.equal(tokens.cpu(), expected_tokens)
+    torch.testing.assert_close(logprobs.cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_noise_needs_all_that_it_depends_on(device):
+    logits, seed = (
+        torch.zeros(1, 9, device=device),
+        torch.zeros(1, device=device).long(),
+    )
+    with pytest.raises(ValueError, match="needs seed, position, temperature"):
+        topk_logprobs(logits, 2, seed=seed)

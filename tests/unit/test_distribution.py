@@ -54,7 +54,9 @@ def exact(target: torch.Tensor, temperature: float, top_p: float) -> torch.Tenso
 class Toy:
     """The verify rounds of a batch of requests, without a model around them."""
 
-    def __init__(self, target: torch.Tensor, device: torch.device, **options):
+    def __init__(
+        self, target: torch.Tensor, device: torch.device, use_noise: bool, **options
+    ):
         # On the CPU vLLM has to patch torch before it imports the runner's modules.
         if device.type == "cpu":
             importlib.import_module("vllm.v1.worker.cpu.shm")
@@ -77,7 +79,10 @@ class Toy:
         self.params = lambda seed: SamplingParams(seed=seed, **options)
         self.trees = DraftTreeBuffers.allocate(BATCH_SIZE, BUDGET + 1, device)
         self.step = VerifyStep.allocate(self.trees, DEPTH, device)
-        self.builder = TreeBuilder(self.trees, DEPTH, 3, True, VOCAB_SIZE, device)
+        self.use_noise = use_noise
+        self.builder = TreeBuilder(
+            self.trees, DEPTH, 3, True, use_noise, VOCAB_SIZE, device
+        )
         spec_config = SimpleNamespace(
             num_speculative_tokens=BUDGET,
             enable_adaptive_verification=False,
@@ -105,12 +110,22 @@ class Toy:
     def verify_round(self, slots, prefixes, lengths):
         """Draft and verify once; return the prefixes and lengths after it."""
         num_reqs, width = len(slots), BUDGET + 1
-        logits = torch.randn(num_reqs * DEPTH, VOCAB_SIZE, generator=self.generator)
+        logits = torch.randn(num_reqs * DEPTH, VOCAB_SIZE, generator=self.generator) * 2
+        logits = logits.to(self.device)
         row_to_slot = slots.repeat_interleave(DEPTH)
+        if self.use_noise:
+            # A good draft, whose candidates follow the draws as closely as can be.
+            known = prefixes.clamp(max=len(self.target) - 1).repeat_interleave(DEPTH)
+            logits = self.target[known] + 0.1 * logits
+        states = self.sampler.sampling_states
+        first = PROMPT_LEN - 1 + lengths
+        depths = torch.arange(DEPTH, device=self.device)
         self.builder.collect_candidates(
-            logits.to(self.device) * 2,
+            logits,
             row_to_slot,
-            self.sampler.sampling_states.temperature.gpu,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            (first[:, None] + depths).flatten(),
         )
         self.builder.build(num_reqs, row_to_slot)
 
@@ -185,15 +200,16 @@ def p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-def histogram(target, device, **options) -> torch.Tensor:
-    toy = Toy(target, device, **options)
+def histogram(target, device, use_noise=False, **options) -> torch.Tensor:
+    toy = Toy(target, device, use_noise, **options)
     first = sum(VOCAB_SIZE**n for n in range(NUM_TOKENS))
     counts = torch.zeros(VOCAB_SIZE**NUM_TOKENS, dtype=torch.long)
     for seed in range(0, NUM_SAMPLES, BATCH_SIZE):
         sequences = toy.sample(seed).cpu() - first
         counts += torch.bincount(sequences, minlength=len(counts))
     assert counts.sum() == NUM_SAMPLES
-    assert toy.num_accepted > NUM_SAMPLES / 4
+    # Of two drafted tokens in three. Half of them were random guesses.
+    assert toy.num_accepted > NUM_SAMPLES * (1.2 if use_noise else 0.25)
     return counts
 
 
@@ -206,3 +222,14 @@ def test_three_tokens_have_the_exact_distribution(target, device, temperature, t
     assert p_value(counts, probs) > LEAST_P
     # The test would see a temperature that is wrong by a tenth.
     assert p_value(counts, exact(target, temperature * 1.1, top_p)) < LEAST_P
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (1.5, 0.8)])
+def test_drafts_that_follow_the_noise_leave_the_distribution(
+    target, device, temperature, top_p
+):
+    """What is drafted depends on the very noise that decides what is drawn."""
+    counts = histogram(target, device, True, temperature=temperature, top_p=top_p)
+    probs = exact(target, temperature, top_p)
+    assert counts[probs == 0].sum() == 0
+    assert p_value(counts, probs) > LEAST_P

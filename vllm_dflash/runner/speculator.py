@@ -61,6 +61,8 @@ class DDTreeSpeculator(DFlashSpeculator):
             config.depth,
             config.max_children,
             config.scale_by_temperature,
+            # Of 53 bits, which is not the kernel's.
+            config.use_noise and not self.use_fp64_gumbel,
             self.vocab_size,
             device,
         )
@@ -115,11 +117,15 @@ class DDTreeSpeculator(DFlashSpeculator):
         idx_mapping: torch.Tensor,
         # [max_num_reqs], float32
         temperature: torch.Tensor,
+        # [max_num_reqs], int64
+        seeds: torch.Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
         logits = self.compute_draft_logits(hidden_states, 0)
-        return self.builder.collect_candidates(logits, idx_mapping, temperature)
+        return self.builder.collect_candidates(
+            logits, idx_mapping, temperature, seeds, sample_src_positions
+        )
 
     def _generate_draft(self, num_reqs: int, *args: Any, **kwargs: Any) -> None:
         if self._context_only:

@@ -21,6 +21,7 @@ class TreeBuilder:
         depth: int,
         max_children: int,
         scale_by_temperature: bool,
+        use_noise: bool,
         vocab_size: int,
         device: torch.device,
     ):
@@ -29,6 +30,7 @@ class TreeBuilder:
         self.depth = depth
         self.max_children = max_children
         self.scale_by_temperature = scale_by_temperature
+        self.use_noise = use_noise
         num_rows = num_slots * depth
         # [S * K, C]
         self.cand_tokens = torch.zeros(
@@ -51,14 +53,22 @@ class TreeBuilder:
         row_to_slot: torch.Tensor,
         # [S], float32
         temperature: torch.Tensor,
+        # [S], int64
+        seeds: torch.Tensor,
+        # [num_reqs * K], int64, of the token before the drafted one
+        positions: torch.Tensor,
     ) -> torch.Tensor:
         """Store the best candidates of each row; return the best token, int64."""
         num_rows = logits.shape[0]
+        is_read = self.scale_by_temperature or self.use_noise
         tokens, _ = topk_logprobs(
             logits,
             self.max_children,
-            temperature=temperature if self.scale_by_temperature else None,
-            row_to_slot=row_to_slot if self.scale_by_temperature else None,
+            temperature=temperature if is_read else None,
+            row_to_slot=row_to_slot if is_read else None,
+            is_scaled=self.scale_by_temperature,
+            seed=seeds if self.use_noise else None,
+            position=positions if self.use_noise else None,
             out_tokens=self.cand_tokens[:num_rows],
             out_logprobs=self.cand_logprobs[:num_rows],
             workspace=self.workspace,

@@ -21,6 +21,12 @@ def topk_logprobs(
     temperature: torch.Tensor | None = None,
     # [>= num_rows], int64, -1 = inert row, scored unscaled
     row_to_slot: torch.Tensor | None = None,
+    # Whether the log-probabilities are those at the temperature
+    is_scaled: bool = True,
+    # [max_num_reqs], int64; None = candidates by the logits alone
+    seed: torch.Tensor | None = None,
+    # [>= num_rows], int64, of the token before the one that the row is about
+    position: torch.Tensor | None = None,
     # [num_rows, num_candidates], int32, contiguous
     out_tokens: torch.Tensor | None = None,
     # [num_rows, num_candidates], fp32, contiguous
@@ -34,6 +40,12 @@ def topk_logprobs(
     ``logits / T`` with ``T = temperature[row_to_slot[row]]``. Candidates descend by
     the logit itself (T > 0 does not change the order), ties go to the lower token id.
 
+    With ``seed`` and ``position`` the noise of the target's draw is taken into account,
+    which is known beforehand (noise_reference.py): a logit becomes ``logit + T *
+    noise`` wherever T > 0, so that the best candidate is what would be drawn from the
+    draft's own distribution. The log-probabilities are those of these sums: how likely
+    the target, whose logits differ from the draft's, draws the candidate too.
+
     NaN, -inf and anything at or below -3e38 count as probability zero: log-probability
     -inf. A row without any other logit gives -inf everywhere, and so does a candidate
     past the vocabulary (``num_candidates > vocab_size``: token 0). +inf counts as the
@@ -45,6 +57,7 @@ def topk_logprobs(
     Args:
         num_candidates: 1 to 32.
         temperature: Read only together with ``row_to_slot``.
+        seed: Needs ``position``, ``temperature`` and ``row_to_slot``.
     """
     num_rows = logits.shape[0]
     if not 1 <= num_candidates <= 32:
@@ -59,6 +72,13 @@ def topk_logprobs(
         )
     if row_to_slot is None:
         temperature = None
+    if temperature is None:
+        is_scaled = False
+    if seed is not None and (position is None or temperature is None):
+        raise ValueError(
+            "The noise of a draw needs seed, position, temperature and row_to_slot "
+            "(got only some of them)."
+        )
     if use_triton(impl, logits):
         from .kernel import topk_logprobs as launch
 
@@ -67,13 +87,16 @@ def topk_logprobs(
             num_candidates,
             temperature,
             row_to_slot,
+            is_scaled,
+            seed,
+            position,
             out_tokens,
             out_logprobs,
             workspace,
         )
     else:
         tokens, logprobs = topk_logprobs_reference(
-            logits, num_candidates, temperature, row_to_slot
+            logits, num_candidates, temperature, row_to_slot, is_scaled, seed, position
         )
         out_tokens.copy_(tokens)
         out_logprobs.copy_(logprobs)

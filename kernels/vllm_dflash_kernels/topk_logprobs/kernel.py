@@ -12,7 +12,8 @@ Pass 2, grid (rows,): the ``C`` best groups over all splits contain the ``C`` be
 columns (were a better column outside, its group's maximum would beat ``C`` others).
 Their ``C * STEPS`` logits are read again and the ``C`` best are selected.
 
-"Largest" is by (logit, lower column), a total order, so ties resolve exactly.
+"Largest" is by (logit, lower column), a total order, so ties resolve exactly. With the
+noise of a draw x is logit + T * noise, in both passes, wherever T > 0.
 
 Reads every logit once, plus ``C * STEPS`` a row. The workspace of a row is
 ``[2 * C2 + 2, splits]`` int32 planes (C2: C rounded up to a power of two): maxima as
@@ -27,6 +28,7 @@ import triton.language as tl
 
 from ..dispatch import next_power_of_2
 from ..float_order import float_to_ordered, ordered_to_float
+from .noise import draw_noise, noise_state
 from .reference import LOWEST_LOGIT
 from .workspace import BLOCK, split_vocab, topk_workspace
 
@@ -55,22 +57,53 @@ def _load_logits(ptr, mask):
 
 
 @triton.jit
+def _noise_of_row(
+    temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY: tl.constexpr
+):
+    """(temperature, 0 for none; state of the row's noise)"""
+    temperature = 0.0
+    state = row.to(tl.uint32)
+    if NOISY:
+        slot = tl.load(row_to_slot_ptr + row)
+        temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
+        seed = tl.load(seed_ptr + slot, mask=slot >= 0, other=0)
+        state = noise_state(seed, tl.load(position_ptr + row).to(tl.int64))
+    return temperature, state
+
+
+@triton.jit
+def _add_noise(x, column, temperature, state, NOISY: tl.constexpr):
+    if NOISY:  # noqa: SIM102, the compiler decides this one
+        # Greedy rows don't pay for it.
+        if temperature > 0.0:
+            noisy = tl.maximum(x + temperature * draw_noise(state, column), _LOWEST)
+            x = tl.where(x > _LOWEST, tl.minimum(noisy, -_LOWEST), x)
+    return x
+
+
+@triton.jit
 def _topk_scan_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     logits_stride,
     temperature_ptr,
     row_to_slot_ptr,
+    seed_ptr,
+    position_ptr,
     workspace_ptr,  # [num_rows, 2 * C2 + 2, num_splits], int32
     vocab_size,
     num_splits,
     C: tl.constexpr,
     C2: tl.constexpr,
     SCALED: tl.constexpr,
+    NOISY: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+    noise_temperature, noise = _noise_of_row(
+        temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY
+    )
     exponent_scale = (
         _inverse_temperature(temperature_ptr, row_to_slot_ptr, row, SCALED) * _LOG2E
     )
@@ -84,6 +117,7 @@ def _topk_scan_kernel(
     for step in tl.static_range(STEPS):
         column = first_column + step * BLOCK + lane
         x = _load_logits(row_ptr + column, column < vocab_size)
+        x = _add_noise(x, column, noise_temperature, noise, NOISY)
         difference = x - best
         decay = tl.exp2(-tl.abs(difference) * exponent_scale)
         is_better = difference > 0.0
@@ -119,6 +153,8 @@ def _topk_merge_kernel(
     logits_stride,
     temperature_ptr,
     row_to_slot_ptr,
+    seed_ptr,
+    position_ptr,
     workspace_ptr,  # [num_rows, 2 * C2 + 2, num_splits], int32
     out_tokens_ptr,  # [num_rows, C], int32
     out_logprobs_ptr,  # [num_rows, C], fp32
@@ -128,10 +164,14 @@ def _topk_merge_kernel(
     C2: tl.constexpr,
     SPLITS2: tl.constexpr,
     SCALED: tl.constexpr,
+    NOISY: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    noise_temperature, noise = _noise_of_row(
+        temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY
+    )
     scale = _inverse_temperature(temperature_ptr, row_to_slot_ptr, row, SCALED)
     exponent_scale = scale * _LOG2E
     in_ptr = workspace_ptr + row * ((2 * C2 + 2) * num_splits)
@@ -166,6 +206,7 @@ def _topk_merge_kernel(
     member = first[:, None] + tl.arange(0, STEPS)[None, :] * BLOCK
     is_member = (candidate < C)[:, None] & (member >= 0) & (member < vocab_size)
     x = _load_logits(logits_ptr + row * logits_stride + member, is_member)
+    x = _add_noise(x, member, noise_temperature, noise, NOISY)
     key = tl.reshape(tl.where(is_member, float_to_ordered(x), _INT_MIN), [C2 * STEPS])
     column = tl.reshape(tl.where(is_member, member, _INT_MAX), [C2 * STEPS])
     found_key = tl.full([C2], _INT_MIN, tl.int32)
@@ -198,6 +239,9 @@ def topk_logprobs(
     num_candidates: int,
     temperature: torch.Tensor | None,
     row_to_slot: torch.Tensor | None,
+    is_scaled: bool,
+    seed: torch.Tensor | None,
+    position: torch.Tensor | None,
     out_tokens: torch.Tensor,
     out_logprobs: torch.Tensor,
     workspace: torch.Tensor | None,
@@ -212,20 +256,25 @@ def topk_logprobs(
     if workspace is None:
         workspace = topk_workspace(num_rows, vocab_size, num_candidates, logits.device)
     assert workspace.numel() >= num_rows * num_splits * (2 * c2 + 2)
-    scaled = temperature is not None
-    if not scaled:
+    is_noisy = seed is not None
+    if temperature is None:
         temperature = row_to_slot = workspace  # not read
+    if not is_noisy:
+        seed = position = workspace
     _topk_scan_kernel[(num_splits, num_rows)](
         logits,
         logits.stride(0),
         temperature,
         row_to_slot,
+        seed,
+        position,
         workspace,
         vocab_size,
         num_splits,
         C=num_candidates,
         C2=c2,
-        SCALED=scaled,
+        SCALED=is_scaled,
+        NOISY=is_noisy,
         STEPS=steps,
         BLOCK=BLOCK,
         num_warps=1,
@@ -236,6 +285,8 @@ def topk_logprobs(
         logits.stride(0),
         temperature,
         row_to_slot,
+        seed,
+        position,
         workspace,
         out_tokens,
         out_logprobs,
@@ -244,7 +295,8 @@ def topk_logprobs(
         C=num_candidates,
         C2=c2,
         SPLITS2=splits2,
-        SCALED=scaled,
+        SCALED=is_scaled,
+        NOISY=is_noisy,
         STEPS=steps,
         BLOCK=BLOCK,
         # One warp reduces without a barrier; past 32 entries a lane it spills.

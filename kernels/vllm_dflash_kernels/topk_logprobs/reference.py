@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from .noise_reference import draw_noise_reference
+
 LOWEST_LOGIT = -3.0e38
 """Logits at or below this, and NaN, have probability zero."""
 
@@ -24,17 +26,24 @@ def topk_logprobs_reference(
     num_candidates: int,
     temperature: torch.Tensor | None,  # [max_num_reqs], fp32
     row_to_slot: torch.Tensor | None,  # [>= num_rows], int64
+    is_scaled: bool = True,
+    seed: torch.Tensor | None = None,  # [max_num_reqs], int64
+    position: torch.Tensor | None = None,  # [>= num_rows], int64
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, vocab_size = logits.shape
     # Finite everywhere, so that no difference below is NaN.
     x = logits.float().nan_to_num(LOWEST_LOGIT, -LOWEST_LOGIT, LOWEST_LOGIT)
     x = x.clamp_(LOWEST_LOGIT, -LOWEST_LOGIT)
+    if seed is not None:
+        assert temperature is not None and row_to_slot is not None
+        assert position is not None
+        x = _add_noise(x, temperature, row_to_slot, seed, position)
     num_found = min(num_candidates, vocab_size)
     values, found = _topk_low_ties(x, num_found)
 
     logprobs = values
     row_max = values[:, :1].clone()
-    if temperature is not None and row_to_slot is not None:
+    if is_scaled and temperature is not None and row_to_slot is not None:
         scale = inverse_temperature(num_rows, temperature, row_to_slot)[:, None]
         normaliser = torch.logsumexp((x - row_max) * scale, -1, keepdim=True)
         logprobs = (values - row_max) * scale - normaliser
@@ -49,6 +58,26 @@ def topk_logprobs_reference(
         tokens = torch.nn.functional.pad(tokens, (0, num_missing), value=0)
         logprobs = torch.nn.functional.pad(logprobs, (0, num_missing), value=-torch.inf)
     return tokens, logprobs
+
+
+def _add_noise(
+    x: torch.Tensor,
+    temperature: torch.Tensor,
+    row_to_slot: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+) -> torch.Tensor:
+    """Return logit + T * noise of the rows with T > 0."""
+    slots = row_to_slot[: len(x)]
+    row_temperature = temperature[slots.clamp(min=0)].float()
+    drawn = ((slots >= 0) & (row_temperature > 0)).nonzero()[:, 0]
+    if not len(drawn):
+        return x
+    noise = draw_noise_reference(seed[slots[drawn]], position[drawn], x.shape[1])
+    noisy = x[drawn] + row_temperature[drawn, None] * noise
+    noisy = noisy.clamp(LOWEST_LOGIT, -LOWEST_LOGIT)
+    x[drawn] = torch.where(x[drawn] > LOWEST_LOGIT, noisy, x[drawn])
+    return x
 
 
 def _topk_low_ties(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
