@@ -39,7 +39,7 @@ from vllm_dflash.demo.compare import acceptance_length
 # Configuration -> name of the wave -> its answers and counters.
 Results = dict[str, dict[str, dict[str, Any]]]
 
-SCORES = ("1", "the temperature", *acceptance_scores.RULES)
+SCORES = ("1", "the temperature", "the noise", *acceptance_scores.RULES)
 
 
 def main() -> int:
@@ -98,9 +98,11 @@ def configurations(
             options = {
                 "budget": budget,
                 "scale_by_temperature": scores == "the temperature",
+                "use_noise": scores == "the noise",
             }
             rule = scores if scores in acceptance_scores.RULES else None
             label = f"at {scores}" if rule is None else f"of {scores}"
+            label = "with the noise" if options["use_noise"] else label
             found[f"budget {budget}, scores {label}"] = ({"ddtree": options}, rule)
     return found
 

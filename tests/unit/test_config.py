@@ -100,10 +100,13 @@ def test_max_children_out_of_range(children):
         parse({"max_children": children})
 
 
-def test_scale_by_temperature():
-    assert parse({"scale_by_temperature": True}).scale_by_temperature is True
-    assert parse({"scale_by_temperature": False}).scale_by_temperature is False
-    assert parse({}).scale_by_temperature is False
+@pytest.mark.parametrize(
+    ("name", "default"), [("scale_by_temperature", False), ("use_noise", True)]
+)
+def test_switches(name, default):
+    assert getattr(parse({name: True}), name) is True
+    assert getattr(parse({name: False}), name) is False
+    assert getattr(parse({}), name) is default
 
 
 @pytest.mark.parametrize("scale", [0, 1, "true", None])

@@ -208,6 +208,7 @@ class TestScores:
     def test_configurations_name_how_candidates_are_scored(self):
         args = run_temperature._parser().parse_args(
             ["--budgets", "16", "--scores", "1", "the temperature", "survivors at 1"]
+            + ["the noise"]
         )
         found = run_temperature.configurations(args)
         assert list(found) == [
@@ -215,7 +216,12 @@ class TestScores:
             "budget 16, scores at 1",
             "budget 16, scores at the temperature",
             "budget 16, scores of survivors at 1",
+            "budget 16, scores with the noise",
         ]
         assert found["budget 16, scores of survivors at 1"][1] == "survivors at 1"
         scaled = found["budget 16, scores at the temperature"][0]
-        assert scaled == {"ddtree": {"budget": 16, "scale_by_temperature": True}}
+        assert scaled == {
+            "ddtree": {"budget": 16, "scale_by_temperature": True, "use_noise": False}
+        }
+        noisy = found["budget 16, scores with the noise"][0]["ddtree"]
+        assert noisy["use_noise"] and not noisy["scale_by_temperature"]

@@ -66,6 +66,7 @@ options = alone.map(lambda item: dict([item])) | st.fixed_dictionaries(
         "budget": st.one_of(values, st.integers(0, 260)),
         "max_children": st.one_of(values, st.integers(0, 34)),
         "scale_by_temperature": values,
+        "use_noise": values,
         "budget_per_batch_size": st.one_of(values, ranges),
     },
 )
@@ -94,6 +95,7 @@ def check_tree(tree: DDTreeConfig) -> None:
     assert type(tree.max_children) is int
     assert 1 <= tree.max_children <= MAX_MAX_CHILDREN
     assert type(tree.scale_by_temperature) is bool
+    assert type(tree.use_noise) is bool
     following = 1
     for first, last, nodes in tree.budget_per_batch_size or ():
         assert {type(first), type(last), type(nodes)} == {int}

@@ -121,6 +121,7 @@ def test_options_reach_the_config(build, draft):
         "budget": 20,
         "max_children": 3,
         "scale_by_temperature": True,
+        "use_noise": False,
         "budget_per_batch_size": [[1, 2, 20], [3, 8, 7]],
     }
     _, config = build(spec(draft, ddtree=options))
