@@ -61,7 +61,7 @@ def _noise_of_row(
     temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY: tl.constexpr
 ):
     """(temperature, 0 for none; state of the row's noise)"""
-    temperature = 0.0
+    temperature = (row - row).to(tl.float32)
     state = row.to(tl.uint32)
     if NOISY:
         slot = tl.load(row_to_slot_ptr + row)
