@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_dflash.calibrate import choose, measure, prompts, store
+from vllm_dflash.cli.arguments import CommandError
 from vllm_dflash.schedule import AUTO, auto_schedule, parse_schedule
 
 
@@ -82,6 +83,8 @@ def test_a_schedule_beside_the_best_of_each_batch_size(capsys):
     out = capsys.readouterr().out
     assert "| 4 | 1 | 500 | 2 | 600 | 0.833 |" in out
     assert "At worst 0.667 of the best choice: below 0.97. Calibrate again." in out
+    with pytest.raises(CommandError, match="nothing was measured of its choices"):
+        calibrate._check(((1, 8, 5),), measured, tokens)
     assert calibrate._check(((1, 4, 2), (5, 8, 0)), measured, tokens) == 0
     assert "At worst 1.000 of the best choice" in capsys.readouterr().out
 

@@ -133,6 +133,12 @@ def _check(
     print("| batch | kept | tok/s | best | tok/s | kept to best |")
     print("|---:|---:|---:|---:|---:|---:|")
     rows = choose.compare(kept, measured, tokens)
+    if not rows:
+        raise CommandError(
+            "the kept schedule can't be checked: nothing was measured of its choices "
+            f"(got {[list(entry) for entry in kept]}). Allowed: the options that it "
+            "was made with."
+        )
     for row in rows:
         print(
             f"| {row.batch} | {row.nodes} | {row.tokens_per_s:.0f} | {row.best} | "
