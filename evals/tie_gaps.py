@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How near the ties are where greedy answers of an acceptance run part.
 
-    .venv/bin/python evals/near_ties.py acceptance.json
+    .venv/bin/python evals/tie_gaps.py acceptance.json
 
 In 16 bits what is computed together decides how a sum is rounded, so the answers of an
 engine that verifies several rows at once leave those of one row at a time where two
@@ -131,7 +131,7 @@ def main() -> int:
     args = parser.parse_args()
     report = json.loads(args.result.read_text(encoding="utf-8"))
     if "results" not in report:
-        sys.exit(f"near_ties: {args.result} has no answers; use a file of --output")
+        sys.exit(f"tie_gaps: {args.result} has no answers; use a file of --output")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = (

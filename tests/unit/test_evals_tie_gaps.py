@@ -12,7 +12,7 @@ from evals_modules import import_evals
 
 @pytest.fixture(scope="module")
 def evals():
-    return import_evals(ties="near_ties", keep="keep_result")
+    return import_evals(ties="tie_gaps", keep="keep_result")
 
 
 RESULTS = {
@@ -68,7 +68,7 @@ def test_partings_and_their_gaps(evals):
 def test_a_result_without_answers_is_named(evals, tmp_path, monkeypatch):
     path = tmp_path / "small.json"
     path.write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["near_ties.py", str(path)])
+    monkeypatch.setattr(sys, "argv", ["tie_gaps.py", str(path)])
     with pytest.raises(SystemExit, match="has no answers"):
         evals.ties.main()
 
