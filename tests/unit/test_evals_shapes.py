@@ -70,6 +70,7 @@ def test_the_table_has_ratios_to_no_speculation(evals, capsys):
     assert "| a | 8 | 6.00 | - | 12.00 (2.00) |" in lines
 
 
+@pytest.mark.slow
 def test_an_engine_is_timed_at_every_size(tmp_path):
     target = write_target(tmp_path / "target")
     draft = write_draft(tmp_path / "draft")
