@@ -22,6 +22,7 @@ def test_bf16_tree_leaves_no_speculation_at_near_ties(tmp_path, tiny_draft, rig)
     assert found.share_of_parting < 0.5
 
 
+@pytest.mark.slow
 def test_a_cache_without_compaction_is_no_near_tie(
     tmp_path, tiny_draft, rig, monkeypatch
 ):

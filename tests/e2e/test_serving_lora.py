@@ -182,6 +182,7 @@ def test_16_bits_leave_no_speculation_at_near_ties(
     assert found.share_of_parting < 0.5
 
 
+@pytest.mark.slow
 def test_rows_of_the_lm_head_of_another_request_are_no_near_tie(
     tmp_path, tiny_draft, rig, adapters, monkeypatch
 ):

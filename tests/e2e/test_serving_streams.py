@@ -136,6 +136,7 @@ def test_clients_that_disconnect(tiny_target, tiny_draft, monkeypatch):
     asyncio.run(talk())
 
 
+@pytest.mark.slow
 def test_connections_that_are_closed_in_the_middle_of_an_answer(tmp_path):
     """Over HTTP, from `vllm serve`: the answer ends there, and its blocks are free."""
     longest = 900

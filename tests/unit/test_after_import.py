@@ -117,6 +117,7 @@ print(*sorted(type(each).__name__ for each in manager.stat_loggers))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugins", "answer", "has_metrics"),
     [("dflash,dflash_cpu", "taken", True), ("dflash_cpu", "refused", False)],
