@@ -22,6 +22,7 @@ from vllm_dflash.demo.serve import CPU_RUNNER_ENV
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import provenance
+from first_difference import first_difference
 
 BASELINE = "no speculation"
 MAX_MODEL_LEN = 2048
@@ -188,10 +189,8 @@ def differences(
     lines = []
     for prompt_id, expected in baseline.items():
         tokens = outputs[prompt_id]
-        if tokens != expected:
-            pairs = zip(tokens, expected, strict=False)
-            equal = (index for index, (a, b) in enumerate(pairs) if a != b)
-            position = next(equal, min(len(tokens), len(expected)))
+        position = first_difference(tokens, expected)
+        if position is not None:
             lines.append(f"{prompt_id} differs at token {position} of {len(expected)}")
     return lines
 

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_round import speculative_config
 from engine_wave import announce_done, announce_ready, hand_on, report, run_wave
+from first_difference import first_difference
 
 from vllm_dflash.calibrate.prompts import in_turn
 
@@ -136,12 +137,9 @@ def divergence_gaps(
     found = []
     known = zip(reference["tokens"], reference["gaps"], strict=True)
     for ours, theirs, (tokens, gaps) in zip(answers, base, known, strict=False):
-        if ours == theirs:
-            continue
-        pairs = zip(ours, theirs, strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        shared = first_difference(ours, theirs)
         if shared is None:
-            shared = min(len(ours), len(theirs))
+            continue
         if shared < len(gaps) and tokens[:shared] == theirs[:shared]:
             found.append(gaps[shared])
     return found

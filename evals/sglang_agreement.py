@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from first_difference import first_difference
 from serving.load import LoadError
 
 
@@ -117,14 +118,6 @@ def _answer(reply: dict[str, Any], ends: set[int]) -> Answer:
         num_verifies=details.get("spec_verify_ct"),
         num_accepted=details.get("spec_num_correct_drafts"),
     )
-
-
-def first_difference(left: list[int], right: list[int]) -> int | None:
-    """Return the first position at which two answers differ, None if they are equal."""
-    for position, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return position
-    return None if len(left) == len(right) else min(len(left), len(right))
 
 
 def compare(answers: list[Answer], reference: list[Answer]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from acceptance_engine import BASELINE
 from acceptance_prompts import load_prompts
+from first_difference import first_difference
 
 from vllm_dflash.demo.pair import embedded_pair
 
@@ -67,15 +68,9 @@ def partings(results: dict[str, Any], engine: str) -> tuple[list[Parting], int]:
         for name, tokens in expected["outputs"].items():
             number += 1
             said = results[engine]["waves"][wave]["outputs"][name]
-            place = next(
-                (
-                    i
-                    for i, (a, b) in enumerate(zip(tokens, said, strict=False))
-                    if a != b
-                ),
-                None,
-            )
-            if place is not None:
+            place = first_difference(tokens, said)
+            # One that is the beginning of the other has no other token.
+            if place is not None and place < min(len(tokens), len(said)):
                 parting = Parting(name, tokens[:place], tokens[place], said[place])
                 found.append(parting)
     return found, number

@@ -117,18 +117,24 @@ def estimate_parameters(hf_config: Any, tensor_parallel_size: int) -> float:
     experts of one token. Unknown layouts count as ``DEFAULT_PARAMETERS``.
     """
     try:
-        total = sum(_layer_parameters(layer) for layer in _layer_configs(hf_config))
+        layers = layer_configs(hf_config)
+        total = sum(map(_layer_parameters, layers))
+        if len(layers) == 1:
+            total *= hf_config.num_hidden_layers
         total += hf_config.hidden_size * hf_config.vocab_size
     except (AttributeError, TypeError, ZeroDivisionError):
         return DEFAULT_PARAMETERS
     return total / tensor_parallel_size
 
 
-def _layer_configs(hf_config: Any) -> list[Any]:
-    # Where layers differ (Gemma 4), transformers refuses to name one value for all.
+def layer_configs(hf_config: Any) -> list[Any]:
+    """Return the config of each layer, or the one that all of them have.
+
+    Where layers differ (Gemma 4), transformers refuses to name one value for all.
+    """
     if getattr(hf_config, "is_heterogeneous", False):
         return list(hf_config.per_layer_config)
-    return [hf_config] * hf_config.num_hidden_layers
+    return [hf_config]
 
 
 def _layer_parameters(config: Any) -> float:

@@ -9,9 +9,9 @@ or by name where it says nothing. `tests/compat/test_target_models.py` finds oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from vllm_dflash.schedule import layer_configs
 from vllm_dflash.support_checks import Check, find_model, find_other_task
 from vllm_dflash.support_rows import refused_row, tree_row
 
@@ -65,7 +65,7 @@ def find_wide_heads(config: VllmConfig) -> str | None:
         return None
     # vLLM's is the largest of a model whose layers differ.
     sizes = [model.get_head_size()]
-    for layer in _layer_configs(config):
+    for layer in layer_configs(model.hf_text_config):
         sizes += [getattr(layer, name, None) or 0 for name in _OTHER_HEADS]
     return f"head size {max(sizes)}" if max(sizes) > MAX_HEAD_SIZE else None
 
@@ -75,7 +75,7 @@ def find_unlike_values(config: VllmConfig) -> str | None:
     model = config.model_config
     if model.use_mla:
         return None
-    for layer in _layer_configs(config):
+    for layer in layer_configs(model.hf_text_config):
         for value_key, head_key in _VALUE_HEADS:
             values = getattr(layer, value_key, None)
             heads = getattr(layer, head_key, None) or model.get_head_size()
@@ -96,12 +96,6 @@ def find_other_attention(config: VllmConfig) -> str | None:
         found.append("is_causal=False")
     by_name = find_architecture(*OWN_ATTENTION)(config)
     return ", ".join(filter(None, [*found, by_name])) or None
-
-
-def _layer_configs(config: VllmConfig) -> Iterable[Any]:
-    """Return the model's config, one for each layer if they differ."""
-    text = config.model_config.hf_text_config
-    return text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
 
 
 TARGETS = (

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every verify batch that the schedule allows finds a FULL graph of its width."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
+from graph_managers import make_manager
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_dflash.config import DDTreeConfig
-from vllm_dflash.graphs import cover_no_drafts, verify_sizes
+from vllm_dflash.graphs import cover_no_drafts
 from vllm_dflash.patches.cudagraph_utils import complete_candidates
 from vllm_dflash.schedule import auto_schedule
 
@@ -24,35 +21,15 @@ SCHEDULES = {
 
 def manager(monkeypatch, schedule, max_num_seqs=64, may_have_none=False):
     """vLLM's own manager over the sizes that an engine with this schedule captures."""
-    tree = DDTreeConfig(budget=47, depth=15, budget_per_batch_size=schedule)
-    sizes = verify_sizes(tree, max_num_seqs, 16384, 2048)
-    sizes = sorted({1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *sizes})
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
-        compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        speculative_config=SimpleNamespace(
-            method="dflash",
-            uses_dynamic_speculative_decoding=lambda: True,
-            num_speculative_tokens_per_batch_size=list(schedule),
-        ),
-        num_speculative_tokens=47,
-        additional_config={"ddtree": tree.to_dict()},
+    return make_manager(
+        monkeypatch,
+        DDTreeConfig(budget=47, depth=15, budget_per_batch_size=schedule),
+        max_num_seqs,
+        16384,
+        [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)],
+        2048,
+        cover_no_drafts if may_have_none else lambda config: None,
     )
-    if may_have_none:
-        cover_no_drafts(config)
-    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
-    platform = SimpleNamespace(get_global_graph_pool=lambda: None)
-    monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
-    made = cudagraph_utils.CudaGraphManager(
-        config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, 48
-    )
-    made._graphs_captured = True
-    return made
 
 
 def batches(schedule, max_num_seqs=64, most_tokens=2048):

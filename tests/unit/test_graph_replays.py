@@ -6,13 +6,12 @@ from typing import Any
 
 import graph_replays
 import pytest
-import torch
+from graph_managers import make_manager
 from graph_replays import GraphReplays
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_dflash.config import DDTreeConfig
-from vllm_dflash.graphs import verify_sizes
 
 SCHEDULE = ((1, 2, 8), (3, 4, 0))
 
@@ -21,37 +20,16 @@ SCHEDULE = ((1, 2, 8), (3, 4, 0))
 def runner(monkeypatch) -> Any:
     """A runner of at most four requests whose target's graphs replay nothing."""
     tree = DDTreeConfig(budget=8, depth=4, budget_per_batch_size=SCHEDULE)
-    sizes = sorted({1, 2, 4, *verify_sizes(tree, 4, 1024, None)})
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=1024),
-        compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        speculative_config=SimpleNamespace(
-            method="dflash",
-            uses_dynamic_speculative_decoding=lambda: True,
-            num_speculative_tokens_per_batch_size=list(SCHEDULE),
-        ),
-        num_speculative_tokens=8,
-        additional_config={"ddtree": tree.to_dict()},
-    )
-    group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    platform = SimpleNamespace(get_global_graph_pool=lambda: None)
     offloader = SimpleNamespace(sync_prev_onload=lambda: None)
-    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: group)
-    monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
     monkeypatch.setattr(cudagraph_utils, "get_offloader", lambda: offloader)
-    manager = cudagraph_utils.CudaGraphManager(
-        config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, 9
-    )
+    manager = make_manager(monkeypatch, tree, 4, 1024, [1, 2, 4])
     graph = SimpleNamespace(replay=lambda: None)
     for desc in manager._capture_descs[CUDAGraphMode.FULL]:
         manager.graphs[desc] = graph
-    manager._graphs_captured = True
     made = SimpleNamespace(
-        vllm_config=config, cudagraph_manager=manager, speculator=SimpleNamespace()
+        vllm_config=manager.vllm_config,
+        cudagraph_manager=manager,
+        speculator=SimpleNamespace(),
     )
     monkeypatch.setattr(graph_replays, "model_runner", lambda llm: made)
     return made

@@ -15,7 +15,6 @@ from tiny_tokenizer import write_tokenizer
 from training_runs import ROOT, load_target, tiny_config, trainer
 
 from vllm_dflash_training.answer_prompts import load_follow_ups
-from vllm_dflash_training.answers import repeated, split_sentences, whole_part
 from vllm_dflash_training.blocks import draw_anchors
 from vllm_dflash_training.config import (
     AnswerShares,
@@ -27,10 +26,8 @@ from vllm_dflash_training.config import (
     load_config,
 )
 from vllm_dflash_training.data import Responses, load_responses
-from vllm_dflash_training.excerpts import Code, find_code, find_keywords, with_a_bug
 from vllm_dflash_training.generate import Generation, facts, make_prompts
 from vllm_dflash_training.heldout import HeldOut, conversation_hash, prompt_hash
-from vllm_dflash_training.prompts import collect_prompts
 from vllm_dflash_training.shards import read_rows, write_rows
 from vllm_dflash_training.tokenise import ChatTokens, load_tokens
 
@@ -336,57 +333,6 @@ def test_wrong_options_are_refused(tmp_path, text, message):
     path.write_text(words)
     with pytest.raises(ValueError, match=message):
         load_config(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "whole"),
-    [
-        ("One. Two! Thr", "One. Two!"),
-        ("One is e.g. small. Dr. B", "One is e.g. small."),
-        ("First:\n\n1. Do it.\n2. Do th", "First:\n\n1. Do it."),
-        ("Go:\n```py\nx\n```\nThen", "Go:\n```py\nx\n```"),
-        ("It is so. Go:\n```py\nx = 1.\ny", "It is so."),
-        ("no end at all", ""),
-    ],
-)
-def test_unfinished_answers_end_with_a_sentence(text, whole):
-    assert whole_part(text) == whole
-
-
-def test_sentences_loops_and_keywords():
-    assert split_sentences('A is 1.5. "B?" Yes, Mr. C. Doe.') == [
-        "A is 1.5.",
-        '"B?"',
-        "Yes, Mr. C. Doe.",
-    ]
-    assert repeated("a b c d e f g h") == 0 and repeated("a b c d e " * 9) > 0.8
-    text = "**Good soil**: Lavender likes soil. Lavender, which grows, grows which."
-    assert find_keywords(text, {"which"}) == ["Good soil", "Lavender", "grows"]
-
-
-def test_code_and_bugs():
-    text = "A\n```python\nif a < b:\n    go()\n```\n```\nx\n```\n```brainf\n+\n+\n```"
-    (code,) = find_code(text)
-    assert code == Code("if a < b:\n    go()", "python", "Python")
-    assert with_a_bug(random.Random(0), code).text == "if a <= b:\n    go()"
-
-
-def test_several_turns_in_files_are_told_apart(tmp_path, heldout):
-    def file(name: str, conversations: list) -> str:
-        path = tmp_path / name
-        path.write_text(
-            "".join(json.dumps({"messages": c}) + "\n" for c in conversations)
-        )
-        return str(path)
-
-    talks = [[user(f"Name {i}."), assistant("A."), user("Shorter.")] for i in (1, 2, 1)]
-    options = PromptOptions(files=[file("a.jsonl", talks)])
-    found = collect_prompts(options, 0, heldout)
-    assert len(found) == 2
-    leaked = [user("Hello."), assistant("Hi."), heldout.rows[3]["messages"][-1]]
-    options = PromptOptions(files=[file("b.jsonl", [leaked])])
-    with pytest.raises(ValueError, match="held-out"):
-        collect_prompts(options, 0, heldout)
 
 
 class Echo:

@@ -75,6 +75,24 @@ def test_prompts_that_are_none_are_refused(tmp_path, heldout):
         collect_prompts(PromptOptions(files=["no/such.jsonl"]), 0, heldout)
 
 
+def test_several_turns_in_files_are_told_apart(tmp_path, heldout):
+    def file(name: str, conversations: list) -> str:
+        rows = [{"messages": messages} for messages in conversations]
+        return write_jsonl(tmp_path / name, rows)
+
+    def reply(text: str) -> dict[str, str]:
+        return {"role": "assistant", "content": text}
+
+    talks = [[*ask(f"Name {i}."), reply("A."), *ask("Shorter.")] for i in (1, 2, 1)]
+    options = PromptOptions(files=[file("a.jsonl", talks)])
+    found = collect_prompts(options, 0, heldout)
+    assert len(found) == 2
+    leaked = [*ask("Hello."), reply("Hi."), heldout.rows[3]["messages"][-1]]
+    options = PromptOptions(files=[file("b.jsonl", [leaked])])
+    with pytest.raises(ValueError, match="held-out"):
+        collect_prompts(options, 0, heldout)
+
+
 def test_responses_to_a_held_out_prompt_are_refused(tmp_path, heldout):
     row = dict(prompt=[1, 2], response=[3] * 9, kind="x", temperature=0.0)
     good = {**row, "hash": prompt_hash(ask("What is new?"))}

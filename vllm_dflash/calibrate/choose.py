@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_dflash.schedule import BudgetSchedule
+from vllm_dflash.schedule import BudgetSchedule, by_batch_size, to_ranges
 
 # Each width brings its own CUDA graphs.
 MAX_BUDGETS = 5
@@ -99,7 +99,7 @@ def choose_schedule(
         gains.append(row)
     price = TOLERANCE
     while True:
-        schedule = _ranges(_best_descent(gains, price))
+        schedule = to_ranges([0, *_best_descent(gains, price)])
         if len(schedule) <= MAX_BUDGETS:
             return schedule
         price *= 1.1
@@ -138,14 +138,15 @@ def compare(
     Batch sizes at which the schedule's own choice was not measured are left out.
     """
     found = []
-    for batch in sorted({b for b, _ in measured}):
+    batches = sorted({b for b, _ in measured})
+    chosen = by_batch_size(schedule, batches[-1])
+    for batch in batches:
         speeds = {
             nodes: 1e3 * batch * tokens[nodes] / ms
             for (b, nodes), ms in measured.items()
             if b == batch
         }
-        # vLLM carries the last range on.
-        own = next((n for _, last, n in schedule if batch <= last), schedule[-1][2])
+        own = chosen[batch]
         if own in speeds:
             best = max(speeds, key=speeds.__getitem__)
             found.append(Comparison(batch, own, speeds[own], best, speeds[best]))
@@ -172,13 +173,3 @@ def _best_descent(gains: list[dict[int, float]], price: float) -> list[int]:
                 step[nodes] = (value + gain, [*way, nodes])
         best = step
     return max(best.values(), key=lambda entry: entry[0])[1]
-
-
-def _ranges(nodes_by_batch: list[int]) -> BudgetSchedule:
-    schedule: list[tuple[int, int, int]] = []
-    for batch, nodes in enumerate(nodes_by_batch, 1):
-        if schedule and schedule[-1][2] == nodes:
-            schedule[-1] = (schedule[-1][0], batch, nodes)
-        else:
-            schedule.append((batch, batch, nodes))
-    return tuple(schedule)

@@ -30,10 +30,6 @@ def wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         if vllm_config.speculative_config.method == "dflash" and device.type == "cpu":
             patches.apply("normalize_context_k")
         if get_ddtree_config(vllm_config) is None:
-            from vllm_dflash.attention.registry import remove_tree_backends
-
-            # An engine of this process may have had trees before.
-            remove_tree_backends()
             return original(vllm_config, device, req_states)
 
         from vllm_dflash.runner.speculator import make_speculator

@@ -15,10 +15,16 @@ def inverse_temperature(
     num_rows: int, temperature: torch.Tensor, row_to_slot: torch.Tensor
 ) -> torch.Tensor:
     """Return 1 / T per row, 1 for greedy requests and inert rows. [num_rows], fp32"""
+    row_temperature = _temperature_of_rows(num_rows, temperature, row_to_slot)
+    return 1.0 / torch.where(row_temperature > 0, row_temperature, 1.0)
+
+
+def _temperature_of_rows(
+    num_rows: int, temperature: torch.Tensor, row_to_slot: torch.Tensor
+) -> torch.Tensor:
+    """Return T of each row, 0 for greedy requests and inert rows. [num_rows], fp32"""
     slots = row_to_slot[:num_rows]
-    row_temperature = temperature[slots.clamp(min=0)].float()
-    is_scaled = (slots >= 0) & (row_temperature > 0)
-    return 1.0 / torch.where(is_scaled, row_temperature, 1.0)
+    return torch.where(slots >= 0, temperature[slots.clamp(min=0)].float(), 0.0)
 
 
 def topk_logprobs_reference(
@@ -68,12 +74,12 @@ def _add_noise(
     position: torch.Tensor,
 ) -> torch.Tensor:
     """Return logit + T * noise of the rows with T > 0."""
-    slots = row_to_slot[: len(x)]
-    row_temperature = temperature[slots.clamp(min=0)].float()
-    drawn = ((slots >= 0) & (row_temperature > 0)).nonzero()[:, 0]
+    row_temperature = _temperature_of_rows(len(x), temperature, row_to_slot)
+    drawn = (row_temperature > 0).nonzero()[:, 0]
     if not len(drawn):
         return x
-    noise = draw_noise_reference(seed[slots[drawn]], position[drawn], x.shape[1])
+    seeds = seed[row_to_slot[drawn]]
+    noise = draw_noise_reference(seeds, position[drawn], x.shape[1])
     noisy = x[drawn] + row_temperature[drawn, None] * noise
     noisy = noisy.clamp(LOWEST_LOGIT, -LOWEST_LOGIT)
     x[drawn] = torch.where(x[drawn] > LOWEST_LOGIT, noisy, x[drawn])
