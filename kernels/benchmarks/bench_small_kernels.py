@@ -100,6 +100,8 @@ def main() -> None:
 
         times = {stage: time_us(getattr(round_, stage)) for stage in STAGES}
         times["all"] = time_us(all_stages)
+        # Instead of topk, for requests with a temperature.
+        times["topk_noise"] = time_us(round_.topk_noise)
         line = "  ".join(f"{stage} {us:.1f}" for stage, us in times.items())
         print(f"num_reqs {num_reqs} [us]: {line}")
 

@@ -46,6 +46,8 @@ class VerifyRound:
         self.slots = torch.arange(num_reqs, device=self.device).flip(0)
         self.row_to_slot = self.slots.repeat_interleave(depth)
         self.temperature = torch.full((num_reqs,), 0.7, device=self.device)
+        self.seed = torch.arange(num_reqs, device=self.device)
+        self.draw_positions = torch.arange(num_rows, device=self.device)
         self.workspace = topk_workspace(
             num_rows, logits.shape[1], num_candidates, self.device
         )
@@ -75,6 +77,12 @@ class VerifyRound:
         self.slot_mapping = torch.arange(num_reqs * width, device=self.device)
 
     def topk(self) -> None:
+        self._topk()
+
+    def topk_noise(self) -> None:
+        self._topk(seed=self.seed, position=self.draw_positions)
+
+    def _topk(self, **noise: torch.Tensor) -> None:
         topk_logprobs(
             self.logits,
             self.cand_tokens.shape[1],
@@ -84,6 +92,7 @@ class VerifyRound:
             out_logprobs=self.cand_logprobs,
             workspace=self.workspace,
             impl=self.impl,
+            **noise,
         )
 
     def build(self) -> None:
