@@ -136,6 +136,21 @@ def test_timing_ends_where_the_cache_holds_fewer_requests():
     assert bench.time_steps([[1, 2]], 2, [0, 7], room=8) == {}
 
 
+def test_a_busy_spell_of_the_machine_is_not_kept():
+    """Of every cell the least of all rounds, and no batch of too many rows."""
+    spells = iter([5.0, 1.0, 1.0, 3.0])
+    bench = object.__new__(measure.Bench)
+
+    def time_steps(prompts, size, nodes, room):
+        factor = next(spells)
+        return {count: factor * (size + count) for count in nodes}
+
+    bench.time_steps = time_steps
+    large = measure.MAX_ROWS // 4
+    found = bench.time_sizes([[1]], [2, large], [0, 7], 8, rounds=2)
+    assert found == {(2, 0): 2.0, (2, 7): 9.0, (large, 0): large}
+
+
 def test_a_range_that_gains_nothing_is_not_made():
     tokens = [1.0, 2.0, 2.01]
     measured = costs({n: {1: 10.0 + n / 1000, 8: 20.0} for n in (0, 1, 2)})

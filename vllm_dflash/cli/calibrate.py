@@ -60,6 +60,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         conversations = prompts.read_messages(args.prompts)
         engine_args, nodes, sizes, depth = _engine_args(args)
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         started = time.monotonic()
         llm = LLM(**engine_args)
@@ -87,11 +88,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
         tokens = choose.tokens_by_nodes(paths, budget, depth)
         print(f"{len(paths)} trees verified, {tokens[budget]:.2f} tokens a step.")
         long_prompts = [prompts.lengthen(prompt, args.context) for prompt in asked]
-        measured = {}
-        for size in sizes:
-            fitting = [n for n in nodes if size * (n + 1) <= measure.MAX_ROWS]
-            times = bench.time_steps(long_prompts, size, fitting, _ROOM)
-            measured |= {(size, count): ms for count, ms in times.items()}
+        # Steps on the CPU are long, and nothing to tune a server by.
+        rounds = 1 if current_platform.is_cpu() else measure.ROUNDS
+        measured = bench.time_sizes(long_prompts, sizes, nodes, _ROOM, rounds)
     finally:
         llm.llm_engine.engine_core.shutdown()
     if args.check:
