@@ -69,7 +69,7 @@ class Compiler:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *args, num_warps, **constants):
+    def compile(self, *args, num_warps, maxnreg=None, **constants):
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -97,7 +97,7 @@ class Compiler:
                 attrs=attrs,
             ),
             target=GPUTarget("cuda", self.arch, 32),
-            options={"num_warps": num_warps},
+            options={"num_warps": num_warps, "maxnreg": maxnreg},
         )
         report = {
             "kernel": self.kernel.__name__,

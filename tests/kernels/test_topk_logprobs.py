@@ -186,30 +186,56 @@ def test_candidate_count_is_checked():
         topk_logprobs(torch.zeros(1, 4), 33)
 
 
+def rotate(x, bits):
+    return (x << bits | x >> 32 - bits) & 0xFFFFFFFF
+
+
+def scramble(word):
+    return rotate(word * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
+
+
+def mix(h, word):
+    return (rotate(h ^ scramble(word & 0xFFFFFFFF), 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
+
+
 def noise_of(seeds, positions, vocab_size):
     """MurmurHash3 of four words and the Gumbel noise of it, in Python's integers."""
-
-    def rotate(x, bits):
-        return (x << bits | x >> 32 - bits) & 0xFFFFFFFF
-
-    def mix(h, word):
-        word = rotate(word * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
-        return (rotate(h ^ word, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
-
     rows = []
     for seed, position in zip(seeds, positions, strict=True):
         row = []
         for token in range(vocab_size):
             h = 0
             for word in (seed, seed >> 32, position, token):
-                h = mix(h, word & 0xFFFFFFFF)
+                h = mix(h, word)
             h ^= 16
             h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
             h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-            u = ((h ^ h >> 16) + 0.5) / 2**32
-            row.append(-math.log(-math.log1p(-u)))
+            row.append(noise_of_hash(h ^ h >> 16))
         rows.append(row)
     return torch.tensor(rows)
+
+
+def noise_of_hash(h):
+    return -math.log(-math.log1p(-(h + 0.5) / 2**32))
+
+
+def position_with_hash(h, seed, token):
+    """The position at which a token's hash is h: MurmurHash3 backwards."""
+
+    def divide(x, factor):
+        return x * pow(factor, -1, 2**32) & 0xFFFFFFFF
+
+    def unmix(h):
+        return rotate(divide(h - 0xE6546B64 & 0xFFFFFFFF, 5), 19)
+
+    h = divide(h ^ h >> 16, 0xC2B2AE35)
+    h = divide(h ^ h >> 13 ^ h >> 26, 0x85EBCA6B)
+    h = unmix(h ^ h >> 16 ^ 16) ^ scramble(token)
+    state = 0
+    for word in (seed, seed >> 32):
+        state = mix(state, word)
+    word = divide(unmix(h) ^ state, 0x1B873593)
+    return divide(rotate(word, 17), 0xCC9E2D51)
 
 
 SEEDS = [0, -5, 2**40 + 7, 123456789]
@@ -273,6 +299,68 @@ def test_scaled_noise_is_divided_by_the_temperature(impl, device):
     expected_tokens, expected = brute_force(noisy, 3, [2.0])
     assert torch.equal(tokens.cpu(), expected_tokens)
     torch.testing.assert_close(logprobs.cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
+# The smallest and the largest hash, both sides of u = 1/16, 1/8 and 1/2, and between.
+HASHES = [0, 1, 2, 255, 2**16 + 1, 2**20, 2**24 - 1, 2**24 + 1, 2**26 + 3, 2**27]
+HASHES += [2**28 - 1, 2**28 + 1, 2**29 - 1, 2**29, 2**29 + 99, 2**30, 2**31 - 1, 2**31]
+HASHES += [2**32 - 2**i for i in (30, 28, 26, 24, 20, 12, 8, 4, 0)]
+
+
+@pytest.mark.parametrize("seed", [3, -(2**40) - 77])
+def test_noise_of_every_hash(seed, impl, device):
+    """Of two possible tokens one has the hash; the last row is greedy."""
+    num_rows, vocab_size, token, other = len(HASHES) + 1, 4400, 4133, 70
+    logits = torch.full((num_rows, vocab_size), -torch.inf)
+    logits[:, token], logits[:, other] = -1.5, 2.0
+    positions = [position_with_hash(h, seed, token) for h in HASHES] + [5]
+    tokens, logprobs = topk_logprobs(
+        logits.to(device),
+        3,
+        temperature=torch.tensor([0.0, 0.75], device=device),
+        row_to_slot=torch.tensor([1] * len(HASHES) + [0], device=device),
+        is_scaled=False,
+        seed=torch.tensor([seed, seed], device=device),
+        position=torch.tensor(positions, device=device),
+        impl=impl,
+    )
+    tokens, logprobs = tokens.cpu(), logprobs.cpu()
+    assert (logprobs[:, 2] == -torch.inf).all()
+    difference = (logprobs * torch.where(tokens == token, 1.0, -1.0))[:, :2].sum(1)
+    torch.testing.assert_close(difference[-1].item(), -3.5, atol=2e-6, rtol=0)
+    others = noise_of([seed] * num_rows, positions, other + 1)[:, other].tolist()
+    for row, h in enumerate(HASHES):
+        expected = noise_of_hash(h)
+        got = (difference[row].item() + 3.5) / 0.75 + others[row]
+        # 1 - u is a difference in fp32.
+        rest = 1 - (h + 0.5) / 2**32
+        tolerance = 1e-5 + 2**-22 / rest / -math.log(rest)
+        if rest > 2**-22:
+            assert abs(got - expected) < tolerance, (h, got, expected)
+        else:
+            assert -3.2 < got < -2.5, (h, got)
+
+
+def test_noise_leaves_impossible_and_infinite_logits(impl, device):
+    inf = torch.inf
+    logits = torch.full((4, 700), -inf)
+    logits[1, 650] = -5.0
+    logits[2] = -3.3895e38  # the mask value of bf16 models
+    logits[3, 600:] = torch.randn(100)
+    logits[3, 3] = inf
+    tokens, logprobs = topk_logprobs(
+        logits.to(device),
+        2,
+        temperature=torch.tensor([1.5], device=device),
+        row_to_slot=torch.zeros(4, dtype=torch.int64, device=device),
+        seed=torch.tensor([9], device=device),
+        position=torch.arange(4, device=device),
+        impl=impl,
+    )
+    assert tokens[:3].tolist() == [[0, 1], [650, 0], [0, 1]]
+    assert tokens[3, 0] == 3
+    possible = [[-inf, -inf], [0.0, -inf], [-inf, -inf]]
+    assert logprobs[:3].tolist() == possible and logprobs[3, 0] == 0.0
 
 
 def test_noise_needs_all_that_it_depends_on(device):

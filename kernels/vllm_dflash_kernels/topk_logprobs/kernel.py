@@ -13,7 +13,8 @@ columns (were a better column outside, its group's maximum would beat ``C`` othe
 Their ``C * STEPS`` logits are read again and the ``C`` best are selected.
 
 "Largest" is by (logit, lower column), a total order, so ties resolve exactly. With the
-noise of a draw x is logit + T * noise, in both passes, wherever T > 0.
+noise of a draw x is logit + T * noise, in both passes, wherever T > 0, but for a
+constant of the row (noise.py).
 
 Reads every logit once, plus ``C * STEPS`` a row. The workspace of a row is
 ``[2 * C2 + 2, splits]`` int32 planes (C2: C rounded up to a power of two): maxima as
@@ -28,7 +29,7 @@ import triton.language as tl
 
 from ..dispatch import next_power_of_2
 from ..float_order import float_to_ordered, ordered_to_float
-from .noise import draw_noise, noise_state
+from .noise import log2_exponential, noise_state, noise_weight
 from .reference import LOWEST_LOGIT
 from .workspace import BLOCK, split_vocab, topk_workspace
 
@@ -36,6 +37,13 @@ _LOWEST = tl.constexpr(LOWEST_LOGIT)
 _INT_MIN = tl.constexpr(-(2**31))
 _INT_MAX = tl.constexpr(2**31 - 1)
 _LOG2E = tl.constexpr(1.4426950408889634)
+
+# Of the scan with noise, whose code an SM would not keep if all of it were unrolled:
+# steps in the loop of drawn and of greedy rows. Registers: with those that ptxas takes
+# by itself it loads the logits just before it needs them.
+NOISY_UNROLL = 2
+GREEDY_UNROLL = 8
+NOISY_REGISTERS = 96
 
 
 @triton.jit
@@ -49,11 +57,15 @@ def _inverse_temperature(temperature_ptr, row_to_slot_ptr, row, SCALED: tl.const
 
 
 @triton.jit
-def _load_logits(ptr, mask):
-    x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
-    # Finite, so that no difference is NaN: maximum() turns NaN into its bound, too.
+def _finite(x):
+    # No difference is NaN then: maximum() turns NaN into its bound, too.
+    return tl.minimum(tl.maximum(x, _LOWEST), -_LOWEST)
+
+
+@triton.jit
+def _order(x):
     # + 0.0 makes -0.0 equal to +0.0.
-    return tl.minimum(tl.maximum(x, _LOWEST), -_LOWEST) + 0.0
+    return float_to_ordered(x + 0.0)
 
 
 @triton.jit
@@ -72,13 +84,51 @@ def _noise_of_row(
 
 
 @triton.jit
-def _add_noise(x, column, temperature, state, NOISY: tl.constexpr):
-    if NOISY:  # noqa: SIM102, the compiler decides this one
-        # Greedy rows don't pay for it.
-        if temperature > 0.0:
-            noisy = tl.maximum(x + temperature * draw_noise(state, column), _LOWEST)
-            x = tl.where(x > _LOWEST, tl.minimum(noisy, -_LOWEST), x)
-    return x
+def _value(logits, column, weight, state, NOISY: tl.constexpr):
+    """What candidates are ranked by, finite. fp32"""
+    x = logits.to(tl.float32)
+    if NOISY:
+        x = tl.fma(log2_exponential(state, column), weight, x)
+    return _finite(x)
+
+
+@triton.jit
+def _scan_split(
+    row_ptr,
+    first_column,
+    vocab_size,
+    exponent_scale,
+    weight,  # of the noise
+    state,
+    NOISY: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(maximum, step of it, sum of exponentials) of each group. [BLOCK] each"""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], _LOWEST, tl.float32)
+    best_step = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, STEPS, UNROLL):
+        # Two at a time: a sum is rescaled once for both.
+        for step in tl.static_range(0, UNROLL, 2):
+            column = first_column + (start + step) * BLOCK + lane
+            other = column + BLOCK
+            x = tl.load(row_ptr + column, column < vocab_size, float("-inf"))
+            y = tl.load(row_ptr + other, other < vocab_size, float("-inf"))
+            x = _value(x, column, weight, state, NOISY)
+            y = _value(y, other, weight, state, NOISY)
+            old = best
+            best_step = tl.where(x > best, start + step, best_step)
+            best = tl.maximum(x, best)
+            best_step = tl.where(y > best, start + step + 1, best_step)
+            best = tl.maximum(y, best)
+            decay = tl.exp2((old - best) * exponent_scale)
+            first = tl.exp2((x - best) * exponent_scale)
+            second = tl.exp2((y - best) * exponent_scale)
+            total = tl.fma(total, decay, first) + second
+    return best, best_step, total
 
 
 @triton.jit
@@ -97,38 +147,54 @@ def _topk_scan_kernel(
     SCALED: tl.constexpr,
     NOISY: tl.constexpr,
     STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    NOISY_UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    noise_temperature, noise = _noise_of_row(
+    temperature, noise = _noise_of_row(
         temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY
     )
     exponent_scale = (
         _inverse_temperature(temperature_ptr, row_to_slot_ptr, row, SCALED) * _LOG2E
     )
-    lane = tl.arange(0, BLOCK)
     first_column = split * (STEPS * BLOCK)
     row_ptr = logits_ptr + row * logits_stride
 
-    best = tl.full([BLOCK], _LOWEST, tl.float32)
-    best_step = tl.zeros([BLOCK], tl.int32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for step in tl.static_range(STEPS):
-        column = first_column + step * BLOCK + lane
-        x = _load_logits(row_ptr + column, column < vocab_size)
-        x = _add_noise(x, column, noise_temperature, noise, NOISY)
-        difference = x - best
-        decay = tl.exp2(-tl.abs(difference) * exponent_scale)
-        is_better = difference > 0.0
-        total = tl.where(is_better, total * decay + 1.0, total + decay)
-        best = tl.where(is_better, x, best)
-        best_step = tl.where(is_better, step, best_step)
+    # Greedy rows don't pay for the noise of others. One branch around the whole scan:
+    # one in every step would keep the steps from being interleaved.
+    if NOISY and temperature > 0.0:
+        best, best_step, total = _scan_split(
+            row_ptr,
+            first_column,
+            vocab_size,
+            exponent_scale,
+            noise_weight(temperature),
+            noise,
+            True,
+            STEPS,
+            NOISY_UNROLL,
+            BLOCK,
+        )
+    else:
+        best, best_step, total = _scan_split(
+            row_ptr,
+            first_column,
+            vocab_size,
+            exponent_scale,
+            0.0,
+            noise,
+            False,
+            STEPS,
+            UNROLL,
+            BLOCK,
+        )
 
     split_max = tl.max(best, 0)
     split_total = tl.sum(total * tl.exp2((best - split_max) * exponent_scale), 0)
-    key = float_to_ordered(best)
-    column = first_column + best_step * BLOCK + lane
+    key = _order(best)
+    column = first_column + best_step * BLOCK + tl.arange(0, BLOCK)
     candidate = tl.arange(0, C2)
     found_key = tl.full([C2], _INT_MIN, tl.int32)
     found_column = tl.full([C2], _INT_MAX, tl.int32)
@@ -169,7 +235,7 @@ def _topk_merge_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    noise_temperature, noise = _noise_of_row(
+    temperature, noise = _noise_of_row(
         temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY
     )
     scale = _inverse_temperature(temperature_ptr, row_to_slot_ptr, row, SCALED)
@@ -205,9 +271,13 @@ def _topk_merge_kernel(
     first = group_column // (STEPS * BLOCK) * (STEPS * BLOCK) + group_column % BLOCK
     member = first[:, None] + tl.arange(0, STEPS)[None, :] * BLOCK
     is_member = (candidate < C)[:, None] & (member >= 0) & (member < vocab_size)
-    x = _load_logits(logits_ptr + row * logits_stride + member, is_member)
-    x = _add_noise(x, member, noise_temperature, noise, NOISY)
-    key = tl.reshape(tl.where(is_member, float_to_ordered(x), _INT_MIN), [C2 * STEPS])
+    x = tl.load(logits_ptr + row * logits_stride + member, is_member, float("-inf"))
+    x = x.to(tl.float32)
+    if NOISY:  # noqa: SIM102, the compiler decides this one
+        if temperature > 0.0:
+            x = tl.fma(log2_exponential(noise, member), noise_weight(temperature), x)
+    x = _finite(x)
+    key = tl.reshape(tl.where(is_member, _order(x), _INT_MIN), [C2 * STEPS])
     column = tl.reshape(tl.where(is_member, member, _INT_MAX), [C2 * STEPS])
     found_key = tl.full([C2], _INT_MIN, tl.int32)
     found_column = tl.full([C2], _INT_MAX, tl.int32)
@@ -252,6 +322,7 @@ def topk_logprobs(
     assert logits.stride(1) == 1
     assert out_tokens.is_contiguous() and out_logprobs.is_contiguous()
     steps, num_splits = split_vocab(num_rows, vocab_size)
+    steps = max(steps, 2)  # the scan goes in pairs
     c2 = next_power_of_2(num_candidates)
     if workspace is None:
         workspace = topk_workspace(num_rows, vocab_size, num_candidates, logits.device)
@@ -276,8 +347,11 @@ def topk_logprobs(
         SCALED=is_scaled,
         NOISY=is_noisy,
         STEPS=steps,
+        UNROLL=min(GREEDY_UNROLL, steps) if is_noisy else steps,
+        NOISY_UNROLL=min(NOISY_UNROLL, steps),
         BLOCK=BLOCK,
         num_warps=1,
+        maxnreg=NOISY_REGISTERS if is_noisy else None,
     )
     splits2 = next_power_of_2(num_splits)
     _topk_merge_kernel[(num_rows,)](
