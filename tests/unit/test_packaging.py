@@ -19,7 +19,7 @@ from vllm_dflash.demo.pair import embedded_draft
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-DRAFT_SHA256 = "bdd0232073798076c610caceeffc0d2c2edd5bb7cb916e6d358d8e8a7e4a682f"
+DRAFT_SHA256 = "86fa9a92c8627bed2115adbe7fbc3a7b914cb9ed0f94ee4c385bd34f3a100d5a"
 ENTRY_POINTS = {
     ("vllm.general_plugins", "dflash", "register"),
     ("vllm.platform_plugins", "dflash_cpu", "register_platform"),

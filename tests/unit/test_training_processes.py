@@ -30,7 +30,9 @@ finally:
     print("ended in order", flush=True)
 """
 PARENT = """
-import os, sys
+import os, signal, sys
+# A shell's background jobs ignore it, and so would this one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = [{training!r}, {root!r}]
 from vllm_dflash_training.processes import run_together
 stay = {stay!r}.replace("PARENT", str(os.getpid()))
