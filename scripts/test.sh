@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Set up, lint, and run the tests that need neither a GPU nor minutes.
-# Arguments go to pytest, after the markers: `bash scripts/test.sh -m slow` runs others.
+# Arguments go to pytest, after the markers: `bash scripts/test.sh -m slow` runs others,
+# `-n 0` runs them in one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=(eval bench)
@@ -13,4 +14,10 @@ fi
 bash scripts/setup.sh "${extras[@]}"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-exec .venv/bin/pytest -m "not gpu and not slow" "$@"
+# A file stays in one process, which keeps what its tests share. Long files come first.
+workers=$(nproc)
+if ((workers > 4)); then workers=4; fi
+# Engines of several processes would have to share its memory.
+if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then workers=0; fi
+exec .venv/bin/pytest -n "$workers" --dist loadfile --no-loadscope-reorder \
+    -m "not gpu and not slow" "$@"

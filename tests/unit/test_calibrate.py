@@ -224,6 +224,24 @@ def test_a_kept_schedule_is_found_again_for_the_same_setup_only(setup):
         assert store.load(dataclasses.replace(setup, **change)) is None
 
 
+def test_a_draft_that_was_trained_further_is_another_one(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    identities = {store._identity(str(tmp_path), None)}
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(3 << 20)
+    for changed in (0, len(content) // 2, len(content) - 1):
+        # Training leaves no part of the file alone.
+        content[changed:] = bytes([1]) * (len(content) - changed)
+        content[0] = changed % 251
+        weights.write_bytes(content)
+        identities.add(store._identity(str(tmp_path), None))
+    assert len(identities) == 4
+    again = store._identity(str(tmp_path), None)
+    assert again in identities, "it depends on more than what the files hold"
+    assert again.startswith(f"{tmp_path.resolve()}@")
+    assert store._identity("org/name", "abc") == "org/name@abc"
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"setup": {}}', "null"])
 def test_a_broken_file_is_named_and_not_used(setup, text, caplog, monkeypatch):
     path = store.save(setup, SCHEDULE, {})

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT = "-m not gpu and not slow"
+FILES = "--dist loadfile --no-loadscope-reorder"
+DEFAULT = f"-n 2 {FILES} -m not gpu and not slow"
 
 
 @pytest.fixture
@@ -27,10 +28,25 @@ def checkout(tmp_path) -> Path:
     return tmp_path
 
 
-def run(checkout: Path, *words: str, has_test_extra: bool = False) -> list[str]:
+def run(
+    checkout: Path,
+    *words: str,
+    has_test_extra: bool = False,
+    cores: int = 2,
+    gpus: str = "",
+) -> list[str]:
+    machine = checkout / "bin"
+    machine.mkdir(exist_ok=True)
+    for tool, says in (("nproc", str(cores)), ("nvidia-smi", gpus)):
+        (machine / tool).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (machine / tool).chmod(0o755)
     result = subprocess.run(
         ["bash", str(checkout / "scripts/test.sh"), *words],
-        env={**os.environ, "HAS_NO_TEST_EXTRA": str(int(not has_test_extra))},
+        env={
+            **os.environ,
+            "HAS_NO_TEST_EXTRA": str(int(not has_test_extra)),
+            "PATH": f"{machine}{os.pathsep}{os.environ['PATH']}",
+        },
         capture_output=True,
         text=True,
         check=True,
@@ -58,3 +74,14 @@ def test_an_extra_that_is_there_is_kept(checkout):
     """Else each of the two ways to call it would make set-up start anew."""
     setup, _ = run(checkout, has_test_extra=True)
     assert setup == "setup eval bench test"
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "workers"),
+    [(1, "", 1), (64, "", 4), (64, "GPU 0: NVIDIA H200 (UUID: GPU-0)", 0)],
+)
+def test_files_are_shared_by_a_few_processes_but_not_a_gpu(
+    checkout, cores, gpus, workers
+):
+    _, tests = run(checkout, cores=cores, gpus=gpus)
+    assert tests == f"pytest -n {workers} {FILES} -m not gpu and not slow"

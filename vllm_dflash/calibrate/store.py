@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+# Read of each file of weights to tell it from others, the first and the last included.
+_PIECES, _PIECE_BYTES = 8, 1 << 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -85,12 +88,24 @@ def _triton_version() -> str:
 
 
 def _identity(model: str, revision: str | None) -> str:
-    """A checkpoint's path and a digest of its config, or its name and revision."""
-    config = Path(model) / "config.json"
+    """A checkpoint's path and a digest of it, or its name and revision.
+
+    A draft that was trained further in its folder has the config that it had, and
+    other acceptance: pieces of the weights are part of the digest.
+    """
+    folder = Path(model)
+    config = folder / "config.json"
     if not config.is_file():
         return f"{model}@{revision}"
-    digest = hashlib.sha256(config.read_bytes()).hexdigest()[:16]
-    return f"{Path(model).resolve()}@{digest}"
+    digest = hashlib.sha256(config.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for i in range(_PIECES):
+                file.seek(max(size - _PIECE_BYTES, 0) * i // (_PIECES - 1))
+                digest.update(file.read(_PIECE_BYTES))
+    return f"{folder.resolve()}@{digest.hexdigest()[:16]}"
 
 
 def save(setup: Setup, schedule: BudgetSchedule, details: dict[str, Any]) -> Path:
