@@ -15,9 +15,9 @@ bash scripts/setup.sh "${extras[@]}"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 # A file stays in one process, which keeps what its tests share. Long files come first.
-workers=$(nproc)
+workers=$(env -u OMP_NUM_THREADS nproc)
 if ((workers > 4)); then workers=4; fi
 # Engines of several processes would have to share its memory.
-if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then workers=0; fi
+if ((workers == 1)) || [[ "$(nvidia-smi -L 2>/dev/null)" == GPU* ]]; then workers=0; fi
 exec .venv/bin/pytest -n "$workers" --dist loadfile --no-loadscope-reorder \
     -m "not gpu and not slow" "$@"

@@ -44,9 +44,10 @@ def make_round(args, num_reqs: int, device: str) -> VerifyRound:
 
 def check(round_: VerifyRound, reference: VerifyRound) -> None:
     """Run both and compare; leaves long accepted paths to be timed."""
-    for each in (reference, round_):
-        each.topk()
-    assert_close("logprobs", reference.cand_logprobs, round_.cand_logprobs, 1e-5)
+    for stage, most in (("topk_noise", 1e-4), ("topk", 1e-5)):
+        for each in (reference, round_):
+            getattr(each, stage)()
+        assert_close(stage, reference.cand_logprobs, round_.cand_logprobs, most)
     # bf16 logits give equal scores, which the last bit of a logarithm would order.
     reference.cand_logprobs.copy_(round_.cand_logprobs)
     for each in (reference, round_):

@@ -22,7 +22,8 @@ ARCHS = os.environ.get("VLLM_DFLASH_TEST_ARCHS", "80,90").split(",")
 """All of interest: 80,86,89,90,100,120."""
 
 SMALLEST_SHARED_MEMORY_BYTES = 48 * 1024
-# ptxas for sm_120 parks a few registers of the 255-node build outside its loop.
+# ptxas for sm_120 parks a few registers of the 255-node build outside its loop, and for
+# sm_100 two of the scan with noise of 32 fp32 candidates.
 MAX_SPILL_BYTES = 24
 # Their time is the number of warp reductions: these must be one instruction each.
 REDUCTION_BOUND = {"_build_tree_kernel", "_walk_tree_kernel", "_topk_merge_kernel"}
@@ -55,6 +56,8 @@ def test_compiles_without_spills(arch, monkeypatch, capsys):
         assert report["shared_bytes"] <= SMALLEST_SHARED_MEMORY_BYTES
         assert report.get("stack_bytes", 0) <= MAX_SPILL_BYTES
         assert report.get("local_bytes", 0) == 0
+        if report["most_registers"]:
+            assert report.get("registers", 0) <= report["most_registers"]
         if report["kernel"] in REDUCTION_BOUND and report["warps"] == 1:
             assert report["has_redux"]
 
@@ -102,6 +105,7 @@ class Compiler:
         report = {
             "kernel": self.kernel.__name__,
             "warps": num_warps,
+            "most_registers": maxnreg,
             "shared_bytes": compiled.metadata.shared,
             "has_redux": "redux.sync" in compiled.asm["ptx"],
             **resource_usage(compiled.asm["cubin"]),

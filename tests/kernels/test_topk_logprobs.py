@@ -251,8 +251,15 @@ def test_noise_is_the_hash_of_seed_position_and_token():
     assert got.min() > -2.5 and got.max() > 5
 
 
-@pytest.mark.parametrize("vocab_size", [5, 1009, 12289])
-def test_noise_decides_where_there_is_a_temperature(vocab_size, impl, device):
+@pytest.mark.parametrize(
+    ("vocab_size", "steps"), [(5, 1), (1009, 4), (12289, 16), (9001, 32)]
+)
+def test_noise_decides_where_there_is_a_temperature(
+    vocab_size, steps, impl, device, monkeypatch
+):
+    if steps == 32:
+        monkeypatch.setattr(splitting, "_MAX_PROGRAMS", 1)
+    assert splitting.split_vocab(7, vocab_size)[0] == steps
     torch.manual_seed(vocab_size)
     logits = torch.randn(7, vocab_size) * 3
     logits[2, : vocab_size // 2] = -torch.inf
@@ -332,9 +339,12 @@ def test_noise_of_every_hash(seed, impl, device):
     for row, h in enumerate(HASHES):
         expected = noise_of_hash(h)
         got = (difference[row].item() + 3.5) / 0.75 + others[row]
-        # 1 - u is a difference in fp32.
         rest = 1 - (h + 0.5) / 2**32
-        tolerance = 1e-5 + 2**-22 / rest / -math.log(rest)
+        # Twice what a GPU's logarithm and the sums around it may be off.
+        tolerance = 2e-5
+        if rest < 0.5:
+            # 1 - u is a difference in fp32.
+            tolerance += 2**-22 / rest / -math.log(rest)
         if rest > 2**-22:
             assert abs(got - expected) < tolerance, (h, got, expected)
         else:

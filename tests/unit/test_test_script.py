@@ -78,7 +78,7 @@ def test_an_extra_that_is_there_is_kept(checkout):
 
 @pytest.mark.parametrize(
     ("cores", "gpus", "workers"),
-    [(1, "", 1), (64, "", 4), (64, "GPU 0: NVIDIA H200 (UUID: GPU-0)", 0)],
+    [(1, "", 0), (64, "", 4), (64, "GPU 0: NVIDIA H200 (UUID: GPU-0)", 0)],
 )
 def test_files_are_shared_by_a_few_processes_but_not_a_gpu(
     checkout, cores, gpus, workers

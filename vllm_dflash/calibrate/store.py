@@ -91,7 +91,8 @@ def _identity(model: str, revision: str | None) -> str:
     """A checkpoint's path and a digest of it, or its name and revision.
 
     A draft that was trained further in its folder has the config that it had, and
-    other acceptance: pieces of the weights are part of the digest.
+    other acceptance: pieces of the weights (`*.safetensors`) are part of the digest.
+    A name without a revision may come to mean other weights.
     """
     folder = Path(model)
     config = folder / "config.json"

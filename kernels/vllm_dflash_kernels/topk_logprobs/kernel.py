@@ -40,7 +40,8 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 # Of the scan with noise, whose code an SM would not keep if all of it were unrolled:
 # steps in the loop of drawn and of greedy rows. Registers: with those that ptxas takes
-# by itself it loads the logits just before it needs them.
+# by itself it loads the logits just before it needs them, which costs an H200 1 to 5 %
+# for drawn rows and 8 % for greedy ones.
 NOISY_UNROLL = 2
 GREEDY_UNROLL = 8
 NOISY_REGISTERS = 96
@@ -106,6 +107,7 @@ def _scan_split(
     BLOCK: tl.constexpr,
 ):
     """(maximum, step of it, sum of exponentials) of each group. [BLOCK] each"""
+    tl.static_assert(UNROLL % 2 == 0 and STEPS % UNROLL == 0)
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], _LOWEST, tl.float32)
     best_step = tl.zeros([BLOCK], tl.int32)
@@ -351,7 +353,7 @@ def topk_logprobs(
         NOISY_UNROLL=min(NOISY_UNROLL, steps),
         BLOCK=BLOCK,
         num_warps=1,
-        maxnreg=NOISY_REGISTERS if is_noisy else None,
+        **({"maxnreg": NOISY_REGISTERS} if is_noisy else {}),
     )
     splits2 = next_power_of_2(num_splits)
     _topk_merge_kernel[(num_rows,)](
