@@ -51,6 +51,7 @@ from acceptance_tables import (
 
 from vllm_dflash.cli.arguments import json_object
 from vllm_dflash.demo.compare import acceptance_length
+from vllm_dflash.demo.pair import ModelPair
 from vllm_dflash.metrics.tree_dump import TreeRound, read_dump
 
 Waves = dict[str, dict[str, Any]]
@@ -63,28 +64,7 @@ def main() -> int:
     pair = model_pair(parser, args)
     prompts = load_prompts(args.prompts, args.limit)
     waves = make_waves(prompts, args.temperatures, args.max_tokens)
-    results: dict[str, dict[str, Any]] = {}
-    trees: dict[str, Trees] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.trees or Path(temporary)
-        for name, speculative in configurations(args).items():
-            print(f"== {name}", file=sys.stderr, flush=True)
-            dump = folder.resolve() / f"{name.replace(' ', '-')}.jsonl"
-            is_tree = name.startswith("tree")
-            if is_tree:
-                # A dump is appended to.
-                dump.unlink(missing_ok=True)
-            job = Job(
-                engine_options(args, pair, speculative),
-                waves,
-                chat_template_kwargs=args.chat_template_kwargs,
-                dump=str(dump) if is_tree else None,
-            )
-            results[name] = run(job, pair.is_embedded)
-            if is_tree:
-                trees[name] = rounds_by_wave(
-                    read_dump(dump).rounds, results[name]["waves"]
-                )
+    results, trees = measure(args, pair, waves)
     report: dict[str, Any] = {
         "provenance": describe(args, pair),
         "summary": {},
@@ -121,6 +101,44 @@ def main() -> int:
                 print(f"{name}, {wave}: {text}", file=sys.stderr)
                 different = True
     return int(different)
+
+
+def measure(
+    args: argparse.Namespace, pair: ModelPair, waves: list[Wave]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Trees]]:
+    """Run every configuration; returns its result and its verified trees by name.
+
+    Interrupted after the first tree, it returns what was measured, and the budgets that
+    were not are taken out of `args`.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    trees: dict[str, Trees] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.trees or Path(temporary)
+        try:
+            for name, speculative in configurations(args).items():
+                print(f"== {name}", file=sys.stderr, flush=True)
+                dump = folder.resolve() / f"{name.replace(' ', '-')}.jsonl"
+                is_tree = name.startswith("tree")
+                if is_tree:
+                    # A dump is appended to.
+                    dump.unlink(missing_ok=True)
+                job = Job(
+                    engine_options(args, pair, speculative),
+                    waves,
+                    chat_template_kwargs=args.chat_template_kwargs,
+                    dump=str(dump) if is_tree else None,
+                )
+                found = run(job, pair.is_embedded)
+                if is_tree:
+                    trees[name] = rounds_by_wave(read_dump(dump).rounds, found["waves"])
+                results[name] = found
+        except KeyboardInterrupt:
+            if not trees:
+                raise
+            args.budgets = [b for b in args.budgets if f"tree {b}" in results]
+            print("interrupted; what was measured is reported", file=sys.stderr)
+    return results, trees
 
 
 def make_waves(

@@ -5,6 +5,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +109,37 @@ class TestEngine:
         assert [w.name for w in waves] == ["0/a", "0/b", "0.7/a", "0.7/b"]
         assert [w.first_seed for w in waves] == [0, 3, 0, 3]
         assert waves[3].sampling == {"temperature": 0.7, "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("measured", "budgets"),
+    [(["no speculation", "chain 15", "tree 16", "tree 64"], [16, 64]), ([], None)],
+)
+def test_an_interrupted_run_reports_what_was_measured(monkeypatch, measured, budgets):
+    """The first tree and all before it are there, or there is nothing to report."""
+    done = iter(measured)
+
+    def run(job, is_local):
+        name = next(done, None)
+        if name is None:
+            raise KeyboardInterrupt
+        return {"waves": {"0/chat": {"name": name}}}
+
+    monkeypatch.setattr(run_acceptance, "run", run)
+    monkeypatch.setattr(run_acceptance, "engine_options", lambda *args: {})
+    dump = SimpleNamespace(rounds=[])
+    monkeypatch.setattr(run_acceptance, "read_dump", lambda path: dump)
+    monkeypatch.setattr(run_acceptance, "rounds_by_wave", lambda rounds, waves: waves)
+    args = run_acceptance._parser().parse_args(["--budgets", "16", "64", "48"])
+    pair = SimpleNamespace(is_embedded=True)
+    if budgets is None:
+        with pytest.raises(KeyboardInterrupt):
+            run_acceptance.measure(args, pair, [])
+        return
+    results, trees = run_acceptance.measure(args, pair, [])
+    assert list(results) == measured and list(trees) == measured[2:]
+    assert all(r["waves"]["0/chat"]["name"] == name for name, r in results.items())
+    assert args.budgets == budgets
 
 
 def test_summary_pools_verifies_and_counts_equal_answers():
