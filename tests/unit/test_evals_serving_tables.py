@@ -245,7 +245,7 @@ def test_page_compares_runs_and_loads_nothing(evals, rows, mixed_rows, tmp_path)
         "item-7",
         "a<b>",
         "<wrong>",
-        "tree 64",
+        "tree 32",
         "ramp 2:128",
     ):
         assert expected in words
