@@ -95,3 +95,26 @@ def test_a_perfect_draft_is_accepted_to_the_end(
             assert tokens_a_round >= everything
         else:
             assert tokens_a_round < 0.8 * everything
+
+
+def test_a_slot_knows_the_noise_of_its_request_only(tiny_target, tiny_draft, answers):
+    """Few tokens are left by the last two's filters; the draft does not know which."""
+    prompts = answers[0]
+    options = [
+        params(NUM_TOKENS, temperature=t, seed=i, **filters)
+        for i, (t, filters) in enumerate(
+            [
+                (0.0, {}),
+                (0.6, {"top_p": 0.95}),
+                (0.8, {"top_k": 9}),
+                (1.0, {"min_p": 0.1}),
+            ]
+        )
+    ]
+    with engine(tiny_target) as llm:
+        expected = token_ids(generate(llm, prompts, options))
+    with engine(tiny_target, tree_config(tiny_draft), max_num_seqs=4) as llm:
+        assert token_ids(generate(llm, prompts, options)) == expected
+        runner = model_runner(llm)
+        known = runner.speculator.runtime.trees.noise_temperature.tolist()
+        assert sorted(known) == pytest.approx([0.0, 0.0, 0.0, 0.6])

@@ -293,6 +293,25 @@ def test_noise_decides_where_there_is_a_temperature(
         assert not torch.equal(tokens[0].cpu(), plain[0].cpu())
 
 
+def test_noise_has_a_temperature_of_its_own(impl, device):
+    """Scores at T without the noise, and with the noise of T but not at T."""
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(2))
+    tokens, logprobs = topk_logprobs(
+        logits.to(device),
+        3,
+        temperature=torch.tensor([2.0, 0.0], device=device),
+        noise_temperature=torch.tensor([0.0, 1.5], device=device),
+        row_to_slot=torch.tensor([0, 1], device=device),
+        seed=torch.tensor([11, 12], device=device),
+        position=torch.tensor([5, 6], device=device),
+        impl=impl,
+    )
+    logits[1] += 1.5 * noise_of([12], [6], 300)[0]
+    expected_tokens, expected = brute_force(logits, 3, [2.0, 1.0])
+    assert torch.equal(tokens.cpu(), expected_tokens)
+    torch.testing.assert_close(logprobs.cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_scaled_noise_is_divided_by_the_temperature(impl, device):
     logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(1))
     values = dict(
@@ -378,5 +397,5 @@ def test_noise_needs_all_that_it_depends_on(device):
         torch.zeros(1, 9, device=device),
         torch.zeros(1, device=device).long(),
     )
-    with pytest.raises(ValueError, match="needs seed, position, temperature"):
+    with pytest.raises(ValueError, match="needs seed, position, a temperature"):
         topk_logprobs(logits, 2, seed=seed)

@@ -31,11 +31,13 @@ def test_a_joining_request_copies_nothing_from_the_host():
     trees = DraftTreeBuffers.allocate(4, 17, torch.device("cpu"))
     trees.num_nodes.fill_(17)
     trees.chain_only.fill_(1)
+    trees.noise_temperature.fill_(9.0)
     with WatchCopies() as watch:
-        trees.reset_slot(2, chain_only=False)
-        trees.reset_slot(1, chain_only=True)
+        trees.reset_slot(2, chain_only=False, noise_temperature=0.75)
+        trees.reset_slot(1, chain_only=True, noise_temperature=0.0)
         trees.require_chain(0)
-    assert (watch.copies, watch.fills) == (0, 5)
+    assert (watch.copies, watch.fills) == (0, 7)
+    assert trees.noise_temperature.tolist() == [9.0, 0.0, 0.75, 9.0]
     assert trees.num_nodes.tolist() == [17, 0, 0, 17]
     assert trees.chain_only.tolist() == [1, 1, 0, 1]
     trees.require_chain(2)

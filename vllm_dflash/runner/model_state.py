@@ -17,6 +17,7 @@ from vllm_dflash.attention.metadata import TreeModelAttnMetadata
 from vllm_dflash.runner.runtime import find_runtime
 from vllm_dflash.sample.history import linear_history_reason
 from vllm_dflash.sample.logits_processors import watch_custom_processors
+from vllm_dflash.sample.noise import noise_temperature
 from vllm_dflash.sample.tree_sampler import TreeRejectionSampler
 
 
@@ -48,8 +49,12 @@ class DDTreeModelState(DefaultModelState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
         self.runtime.observer.request_added(new_req_data.req_id)
-        reason = linear_history_reason(new_req_data.sampling_params)
-        self.runtime.reset_slot(req_index, chain_only=reason is not None)
+        params = new_req_data.sampling_params
+        self.runtime.reset_slot(
+            req_index,
+            chain_only=linear_history_reason(params) is not None,
+            noise_temperature=noise_temperature(params),
+        )
 
     def preprocess_state(
         self,

@@ -36,9 +36,9 @@ class TreeRuntime:
         self._key_object = vllm_config.compilation_config.static_forward_context
         _runtimes[id(self._key_object)] = self
 
-    def reset_slot(self, slot: int, chain_only: bool) -> None:
+    def reset_slot(self, slot: int, chain_only: bool, noise_temperature: float) -> None:
         """A new request takes the slot over."""
-        self.trees.reset_slot(slot, chain_only)
+        self.trees.reset_slot(slot, chain_only, noise_temperature)
         self.has_tree_np[slot] = False
 
     def spread_over_logits(self, values: tuple[int, ...]) -> tuple[int, ...]:

@@ -60,13 +60,14 @@ class TreeBuilder:
     ) -> torch.Tensor:
         """Store the best candidates of each row; return the best token, int64."""
         num_rows = logits.shape[0]
-        is_read = self.scale_by_temperature or self.use_noise
+        is_slot_read = self.scale_by_temperature or self.use_noise
         tokens, _ = topk_logprobs(
             logits,
             self.max_children,
-            temperature=temperature if is_read else None,
-            row_to_slot=row_to_slot if is_read else None,
+            temperature=temperature if self.scale_by_temperature else None,
+            row_to_slot=row_to_slot if is_slot_read else None,
             is_scaled=self.scale_by_temperature,
+            noise_temperature=self.trees.noise_temperature if self.use_noise else None,
             seed=seeds if self.use_noise else None,
             position=positions if self.use_noise else None,
             out_tokens=self.cand_tokens[:num_rows],

@@ -50,6 +50,8 @@ class DraftTreeBuffers:
     num_nodes: torch.Tensor
     # [S], uint8. 1: this request's block is laid out as a chain.
     chain_only: torch.Tensor
+    # [S], float32. Of the draws whose noise the candidates know; 0: they don't.
+    noise_temperature: torch.Tensor
 
     @classmethod
     def allocate(
@@ -66,18 +68,20 @@ class DraftTreeBuffers:
             ancestors=zeros(num_slots, width, num_words(width), dtype=torch.int64),
             num_nodes=zeros(num_slots),
             chain_only=zeros(num_slots, dtype=torch.uint8),
+            noise_temperature=zeros(num_slots, dtype=torch.float32),
         )
 
     @property
     def width(self) -> int:
         return self.parents.shape[1]
 
-    def reset_slot(self, slot: int, chain_only: bool) -> None:
+    def reset_slot(self, slot: int, chain_only: bool, noise_temperature: float) -> None:
         """Forget the tree of a slot that a new request takes over."""
         # Slices: a number put into one element of a CUDA tensor is a copy that waits
         # for the device, one put into a slice is a fill that does not.
         self.num_nodes[slot : slot + 1] = 0
         self.chain_only[slot : slot + 1] = int(chain_only)
+        self.noise_temperature[slot : slot + 1] = noise_temperature
 
     def require_chain(self, slot: int) -> None:
         """Lay out the trees of the slot's request as chains from now on."""

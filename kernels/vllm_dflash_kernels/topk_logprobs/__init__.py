@@ -23,6 +23,8 @@ def topk_logprobs(
     row_to_slot: torch.Tensor | None = None,
     # Whether the log-probabilities are those at the temperature
     is_scaled: bool = True,
+    # [max_num_reqs], fp32, T of the noise; 0 = without; None = the temperature
+    noise_temperature: torch.Tensor | None = None,
     # [max_num_reqs], int64; None = candidates by the logits alone
     seed: torch.Tensor | None = None,
     # [>= num_rows], int64, of the token before the one that the row is about
@@ -57,7 +59,7 @@ def topk_logprobs(
     Args:
         num_candidates: 1 to 32.
         temperature: Read only together with ``row_to_slot``.
-        seed: Needs ``position``, ``temperature`` and ``row_to_slot``.
+        seed: Needs ``position``, a temperature and ``row_to_slot``.
     """
     num_rows = logits.shape[0]
     if not 1 <= num_candidates <= 32:
@@ -74,9 +76,13 @@ def topk_logprobs(
         temperature = None
     if temperature is None:
         is_scaled = False
-    if seed is not None and (position is None or temperature is None):
+    if noise_temperature is None:
+        noise_temperature = temperature
+    if seed is not None and (
+        position is None or noise_temperature is None or row_to_slot is None
+    ):
         raise ValueError(
-            "The noise of a draw needs seed, position, temperature and row_to_slot "
+            "The noise of a draw needs seed, position, a temperature and row_to_slot "
             "(got only some of them)."
         )
     if use_triton(impl, logits):
@@ -88,6 +94,7 @@ def topk_logprobs(
             temperature,
             row_to_slot,
             is_scaled,
+            noise_temperature,
             seed,
             position,
             out_tokens,
@@ -96,7 +103,14 @@ def topk_logprobs(
         )
     else:
         tokens, logprobs = topk_logprobs_reference(
-            logits, num_candidates, temperature, row_to_slot, is_scaled, seed, position
+            logits,
+            num_candidates,
+            temperature,
+            row_to_slot,
+            is_scaled,
+            noise_temperature,
+            seed,
+            position,
         )
         out_tokens.copy_(tokens)
         out_logprobs.copy_(logprobs)

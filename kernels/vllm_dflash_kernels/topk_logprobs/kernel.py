@@ -71,14 +71,19 @@ def _order(x):
 
 @triton.jit
 def _noise_of_row(
-    temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY: tl.constexpr
+    noise_temperature_ptr,
+    row_to_slot_ptr,
+    seed_ptr,
+    position_ptr,
+    row,
+    NOISY: tl.constexpr,
 ):
     """(temperature, 0 for none; state of the row's noise)"""
     temperature = (row - row).to(tl.float32)
     state = row.to(tl.uint32)
     if NOISY:
         slot = tl.load(row_to_slot_ptr + row)
-        temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
+        temperature = tl.load(noise_temperature_ptr + slot, mask=slot >= 0, other=0.0)
         seed = tl.load(seed_ptr + slot, mask=slot >= 0, other=0)
         state = noise_state(seed, tl.load(position_ptr + row).to(tl.int64))
     return temperature, state
@@ -139,6 +144,7 @@ def _topk_scan_kernel(
     logits_stride,
     temperature_ptr,
     row_to_slot_ptr,
+    noise_temperature_ptr,
     seed_ptr,
     position_ptr,
     workspace_ptr,  # [num_rows, 2 * C2 + 2, num_splits], int32
@@ -156,7 +162,7 @@ def _topk_scan_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     temperature, noise = _noise_of_row(
-        temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY
+        noise_temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY
     )
     exponent_scale = (
         _inverse_temperature(temperature_ptr, row_to_slot_ptr, row, SCALED) * _LOG2E
@@ -221,6 +227,7 @@ def _topk_merge_kernel(
     logits_stride,
     temperature_ptr,
     row_to_slot_ptr,
+    noise_temperature_ptr,
     seed_ptr,
     position_ptr,
     workspace_ptr,  # [num_rows, 2 * C2 + 2, num_splits], int32
@@ -238,7 +245,7 @@ def _topk_merge_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature, noise = _noise_of_row(
-        temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY
+        noise_temperature_ptr, row_to_slot_ptr, seed_ptr, position_ptr, row, NOISY
     )
     scale = _inverse_temperature(temperature_ptr, row_to_slot_ptr, row, SCALED)
     exponent_scale = scale * _LOG2E
@@ -312,6 +319,7 @@ def topk_logprobs(
     temperature: torch.Tensor | None,
     row_to_slot: torch.Tensor | None,
     is_scaled: bool,
+    noise_temperature: torch.Tensor | None,
     seed: torch.Tensor | None,
     position: torch.Tensor | None,
     out_tokens: torch.Tensor,
@@ -331,14 +339,17 @@ def topk_logprobs(
     assert workspace.numel() >= num_rows * num_splits * (2 * c2 + 2)
     is_noisy = seed is not None
     if temperature is None:
-        temperature = row_to_slot = workspace  # not read
+        temperature = workspace  # not read
     if not is_noisy:
-        seed = position = workspace
+        noise_temperature = seed = position = workspace
+    if row_to_slot is None:
+        row_to_slot = workspace
     _topk_scan_kernel[(num_splits, num_rows)](
         logits,
         logits.stride(0),
         temperature,
         row_to_slot,
+        noise_temperature,
         seed,
         position,
         workspace,
@@ -361,6 +372,7 @@ def topk_logprobs(
         logits.stride(0),
         temperature,
         row_to_slot,
+        noise_temperature,
         seed,
         position,
         workspace,

@@ -33,6 +33,7 @@ def topk_logprobs_reference(
     temperature: torch.Tensor | None,  # [max_num_reqs], fp32
     row_to_slot: torch.Tensor | None,  # [>= num_rows], int64
     is_scaled: bool = True,
+    noise_temperature: torch.Tensor | None = None,  # [max_num_reqs], fp32
     seed: torch.Tensor | None = None,  # [max_num_reqs], int64
     position: torch.Tensor | None = None,  # [>= num_rows], int64
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,9 +42,9 @@ def topk_logprobs_reference(
     x = logits.float().nan_to_num(LOWEST_LOGIT, -LOWEST_LOGIT, LOWEST_LOGIT)
     x = x.clamp_(LOWEST_LOGIT, -LOWEST_LOGIT)
     if seed is not None:
-        assert temperature is not None and row_to_slot is not None
+        assert noise_temperature is not None and row_to_slot is not None
         assert position is not None
-        x = _add_noise(x, temperature, row_to_slot, seed, position)
+        x = _add_noise(x, noise_temperature, row_to_slot, seed, position)
     num_found = min(num_candidates, vocab_size)
     values, found = _topk_low_ties(x, num_found)
 
