@@ -393,9 +393,7 @@ def test_noise_leaves_impossible_and_infinite_logits(impl, device):
 
 
 def test_noise_needs_all_that_it_depends_on(device):
-    logits, seed = (
-        torch.zeros(1, 9, device=device),
-        torch.zeros(1, device=device).long(),
-    )
+    logits = torch.zeros(1, 9, device=device)
+    seed = torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="needs seed, position, a temperature"):
         topk_logprobs(logits, 2, seed=seed)

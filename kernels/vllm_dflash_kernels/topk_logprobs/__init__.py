@@ -85,33 +85,22 @@ def topk_logprobs(
             "The noise of a draw needs seed, position, a temperature and row_to_slot "
             "(got only some of them)."
         )
+    inputs = (
+        logits,
+        num_candidates,
+        temperature,
+        row_to_slot,
+        is_scaled,
+        noise_temperature,
+        seed,
+        position,
+    )
     if use_triton(impl, logits):
         from .kernel import topk_logprobs as launch
 
-        launch(
-            logits,
-            num_candidates,
-            temperature,
-            row_to_slot,
-            is_scaled,
-            noise_temperature,
-            seed,
-            position,
-            out_tokens,
-            out_logprobs,
-            workspace,
-        )
+        launch(*inputs, out_tokens, out_logprobs, workspace)
     else:
-        tokens, logprobs = topk_logprobs_reference(
-            logits,
-            num_candidates,
-            temperature,
-            row_to_slot,
-            is_scaled,
-            noise_temperature,
-            seed,
-            position,
-        )
+        tokens, logprobs = topk_logprobs_reference(*inputs)
         out_tokens.copy_(tokens)
         out_logprobs.copy_(logprobs)
     return out_tokens, out_logprobs
