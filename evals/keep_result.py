@@ -3,8 +3,9 @@
 
     python evals/keep_result.py acceptance.json evals/results/acceptance_h200.json
 
-Answers and figures for single requests are left out; provenance, settings, commands and
-everything that a table or plot is made of stay as they are.
+Answers and figures for single requests are left out, and of accuracy the scores of
+single items, whose means stay; provenance, settings, commands and everything that a
+table or plot is made of stay as they are.
 """
 
 import argparse
@@ -13,6 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from accuracy.compare import means
+
+# Where `run_acceptance.py` and `compare_sglang.py` have them.
+ANSWERS = {"results", "answers"}
 # Of the result of `vllm bench serve`: what tables use, and what tells a bad run.
 SERVING = {
     "completed",
@@ -37,13 +43,31 @@ SERVING = {
 
 def keep(report: dict[str, Any]) -> dict[str, Any]:
     """Return the report in its small form."""
-    kept = {key: value for key, value in report.items() if key != "results"}
+    kept = {key: value for key, value in report.items() if key not in ANSWERS}
     if report.get("kind") == "serving":
         kept["rows"] = [
             row | {"result": {k: v for k, v in row["result"].items() if k in SERVING}}
             for row in report["rows"]
         ]
+    if report.get("kind") == "lm_eval":
+        kept["means"] = means(report["results"])
+        kept["comparison"] = _items_by_name(report["comparison"])
     return kept
+
+
+def _items_by_name(comparison: dict[str, Any]) -> dict[str, Any]:
+    """Leave the names of the items that differ, without their texts."""
+    engines = {
+        engine: {
+            task: {
+                key: [row["id"] for row in value] if isinstance(value, list) else value
+                for key, value in found.items()
+            }
+            for task, found in tasks.items()
+        }
+        for engine, tasks in comparison["engines"].items()
+    }
+    return {**comparison, "engines": engines}
 
 
 def main() -> int:

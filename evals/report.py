@@ -3,21 +3,24 @@
 
     python evals/report.py evals/results/*.json --output report.html
 
-Takes what ``bench_serving.py``, ``run_lm_eval.py`` and ``run_acceptance.py`` write, in
-any mixture. Serving runs share their plots, so two commits or two machines can be
-compared. The page loads nothing: plots are inside it.
+Takes what ``bench_serving.py``, ``compare_sglang.py``, ``run_lm_eval.py``,
+``run_acceptance.py`` and ``vllm-dflash calibrate`` write, in any mixture. Runs with
+served models share their plots, so two commits or two machines can be compared. The
+page loads nothing: plots are inside it.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from accuracy.compare import mean_scores
+import sglang_table
+from accuracy.compare import means
 from serving.table import mixed_table_rows, table_rows
 
 from vllm_dflash.errors import option_error
@@ -50,16 +53,23 @@ def load_run(path: Path, name: str) -> Run:
         ValueError: it is not one of the known kinds.
     """
     data = json.loads(path.read_text(encoding="utf-8"))
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if kind is None and isinstance(data, dict) and "summary" in data:
-        kind = "acceptance"
+    kind = _kind(data) if isinstance(data, dict) else None
     if kind not in _SECTIONS:
         raise option_error(
             f"{path} is no result that this page can show",
-            "Allowed are files of bench_serving.py, run_lm_eval.py, run_acceptance.py",
+            "Allowed are files of bench_serving.py, compare_sglang.py, run_lm_eval.py, "
+            "run_acceptance.py and vllm-dflash calibrate",
             "their paths",
         )
     return Run(name, kind, data)
+
+
+def _kind(data: dict[str, Any]) -> str | None:
+    if "agreement" in data:
+        return "comparison"
+    if "step_ms" in data:
+        return "calibration"
+    return data.get("kind") or ("acceptance" if "summary" in data else None)
 
 
 def run_names(paths: list[Path]) -> list[str]:
@@ -74,7 +84,8 @@ def run_names(paths: list[Path]) -> list[str]:
 def render(runs: list[Run]) -> str:
     """Return the page."""
     parts = ["<h1>vllm-dflash: evaluation</h1>", "<h2>Runs</h2>", _provenance(runs)]
-    serving = {run.name: run.data["rows"] for run in runs if run.kind == "serving"}
+    measured = [run for run in runs if run.kind in ("serving", "comparison")]
+    serving = {run.name: run.data["rows"] for run in measured}
     if serving:
         parts += ["<h2>Speed</h2>", *_plots(serving)]
     for kind, section in _SECTIONS.items():
@@ -100,7 +111,7 @@ def _plots(serving: dict[str, list[dict[str, Any]]]) -> list[str]:
 def _provenance(runs: list[Run]) -> str:
     rows = [["run", "kind", "date", "device", "commit", "versions", "command"]]
     for run in runs:
-        known = run.data["provenance"]
+        known = run.data.get("provenance") or _calibrated(run.data["setup"])
         versions = ", ".join(f"{k} {v}" for k, v in known["versions"].items() if v)
         rows.append(
             [
@@ -116,17 +127,66 @@ def _provenance(runs: list[Run]) -> str:
     return _table(rows, num_text=len(rows[0]))
 
 
-def _serving_section(run: Run) -> str:
+def _calibrated(setup: dict[str, Any]) -> dict[str, Any]:
+    """Provenance of a calibration, which names versions but no commit."""
+    versions = {
+        name.removesuffix("_version"): value
+        for name, value in setup.items()
+        if name.endswith("_version")
+    }
+    return {
+        "date": "-",
+        "device": setup["device"],
+        "git": "-",
+        "versions": versions,
+        "argv": ["vllm-dflash", "calibrate"],
+    }
+
+
+def _settings(run: Run) -> str:
     settings = ", ".join(f"{k} {v}" for k, v in run.data["settings"].items())
+    return f'<p class="note">Medians over the repeats. {escape(settings)}</p>'
+
+
+def _serving_section(run: Run) -> str:
     parts = [
         f"<h3>Serving: {escape(run.name)}</h3>",
-        f'<p class="note">Medians over the repeats. {escape(settings)}</p>',
+        _settings(run),
         _table(table_rows(run.data["rows"]), num_text=3),
     ]
     mixed = mixed_table_rows(run.data["rows"])
     if mixed:
         parts += ["<h4>Mixed load</h4>", _table(mixed, num_text=3)]
     return "".join(parts)
+
+
+def _comparison_section(run: Run) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in run.data["sglang_versions"].items())
+    return (
+        f"<h3>Beside SGLang: {escape(run.name)}</h3>{_settings(run)}"
+        f'<p class="note">SGLang\'s environment: {escape(versions)}</p>'
+        + _table(sglang_table.speed_rows(run.data["rows"]), num_text=3)
+        + _table(sglang_table.agreement_rows(run.data["agreement"]), num_text=2)
+    )
+
+
+def _calibration_section(run: Run) -> str:
+    data = run.data
+    speeds = {
+        (batch, nodes): 1e3 * batch * data["tokens_by_nodes"][str(nodes)] / ms
+        for batch, nodes, ms in data["step_ms"]
+    }
+    batches = sorted({batch for batch, _ in speeds})
+    rows = [["nodes", "tokens per step", *(f"batch {batch}" for batch in batches)]]
+    for nodes, length in data["tokens_by_nodes"].items():
+        cells = [speeds.get((batch, int(nodes))) for batch in batches]
+        line = ["-" if cell is None else f"{cell:.0f}" for cell in cells]
+        rows.append([nodes, f"{length:.2f}", *line])
+    return (
+        f"<h3>Calibration: {escape(run.name)}</h3>"
+        '<p class="note">Tokens a second inside one engine. Nodes by batch size: '
+        f"{data['budget_per_batch_size']}</p>" + _table(rows, num_text=1)
+    )
 
 
 def _accuracy_section(run: Run) -> str:
@@ -136,10 +196,14 @@ def _accuracy_section(run: Run) -> str:
         + ["scores that differ", "tokens per step"]
     ]
     details = []
-    for engine, result in run.data["results"].items():
-        length = result["acceptance_length"]
-        for task, items in result["items"].items():
-            found = comparison["engines"].get(engine, {}).get(task)
+    compared = comparison["engines"]
+    for engine, result in (run.data.get("means") or means(run.data["results"])).items():
+        length = result["tokens_per_step"]
+        for task, values in result["scores"].items():
+            # The baseline was asked the same items as the others.
+            asked = next((tasks[task] for tasks in compared.values()), None)
+            number = "-" if asked is None else str(asked["num_items"])
+            found = compared.get(engine, {}).get(task)
             counts = ["-", "-"]
             if found is not None:
                 responses, scores = (
@@ -147,11 +211,12 @@ def _accuracy_section(run: Run) -> str:
                     found["different_scores"],
                 )
                 counts = [str(len(responses)), str(len(scores))]
-                details += [(engine, task, row) for row in responses]
-            for metric, value in mean_scores(items).items():
+                # The small form of a result names the items only.
+                whole = [row for row in responses if isinstance(row, dict)]
+                details += [(engine, task, row) for row in whole]
+            for metric, value in values.items():
                 rows.append(
-                    [engine, task, metric.removesuffix(",none"), f"{value:.4f}"]
-                    + [str(len(items)), *counts]
+                    [engine, task, metric, f"{value:.4f}", number, *counts]
                     + ["-" if length is None else f"{length:.2f}"]
                 )
     failures = comparison["failures"]
@@ -201,8 +266,10 @@ def _acceptance_section(run: Run) -> str:
     return f"<h3>Tokens per step: {escape(run.name)}</h3>" + _table(rows, num_text=1)
 
 
-_SECTIONS = {
+_SECTIONS: dict[str | None, Callable[[Run], str]] = {
     "serving": _serving_section,
+    "comparison": _comparison_section,
+    "calibration": _calibration_section,
     "lm_eval": _accuracy_section,
     "acceptance": _acceptance_section,
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the comparison with SGLang."""
+"""The tables of the comparison with SGLang, as text and as cells."""
 
 from typing import Any
 
@@ -15,14 +15,24 @@ BASELINES = ("vllm-none", "vllm-chain", "sglang-none", "sglang-dflash")
 
 
 def speed(rows: list[dict[str, Any]]) -> str:
-    """Return medians over the repeats and ratios to the baselines, in Markdown."""
+    """Return the table of `speed_rows` in Markdown."""
+    return _markdown(speed_rows(rows), num_text=3)
+
+
+def agreement(comparisons: list[dict[str, Any]]) -> str:
+    """Return the table of `agreement_rows` in Markdown."""
+    return _markdown(agreement_rows(comparisons), num_text=2)
+
+
+def speed_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Return heading and lines: medians over the repeats, ratios to the baselines."""
     cells = medians(rows)
     present = {server for _, _, server in cells}
     baselines = [name for name in BASELINES if name in present]
     heading = ["T", "concurrency", "server", *(title for title, _ in _METRICS.values())]
     heading += [f"tokens/s to {name}" for name in baselines]
     heading += ["repeats", "spread"]
-    lines = []
+    lines = [heading]
     for cell, row in cells.items():
         line = [f"{cell[0]:g}", str(cell[1]), cell[2]]
         for metric, (_, form) in _METRICS.items():
@@ -31,11 +41,11 @@ def speed(rows: list[dict[str, Any]]) -> str:
             value = ratio(cells, cell, name, "output_throughput")
             line.append("-" if value is None else f"{value:.2f}")
         lines.append([*line, str(row["repeats"]), f"{row['spread']:.2f}"])
-    return _markdown(heading, lines, num_text=3)
+    return lines
 
 
-def agreement(comparisons: list[dict[str, Any]]) -> str:
-    """Return how many greedy answers are equal, in Markdown."""
+def agreement_rows(comparisons: list[dict[str, Any]]) -> list[list[str]]:
+    """Return heading and lines: how many greedy answers are equal."""
     heading = ["server", "compared with", "answers", "equal", "share"]
     heading += ["earliest difference", "median difference"]
     lines = [
@@ -52,9 +62,10 @@ def agreement(comparisons: list[dict[str, Any]]) -> str:
         ]
         for item in comparisons
     ]
-    return _markdown(heading, lines, num_text=2)
+    return [heading, *lines]
 
 
-def _markdown(heading: list[str], lines: list[list[str]], num_text: int) -> str:
+def _markdown(table: list[list[str]], num_text: int) -> str:
+    heading, *lines = table
     rule = ["---"] * num_text + ["---:"] * (len(heading) - num_text)
     return "\n".join(f"| {' | '.join(line)} |" for line in [heading, rule, *lines])

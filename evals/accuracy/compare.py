@@ -56,6 +56,26 @@ def mean_scores(items: list[dict[str, Any]]) -> dict[str, float]:
     return {metric: mean(scores) for metric, scores in values.items()}
 
 
+def means(results: dict[str, Result]) -> dict[str, dict[str, Any]]:
+    """Return the figures of each engine: ``tokens_per_step``, and ``scores`` by task.
+
+    lm-eval's name for no filter is left out of the names of metrics.
+    """
+    return {
+        engine: {
+            "tokens_per_step": result["acceptance_length"],
+            "scores": {
+                task: {
+                    metric.removesuffix(",none"): value
+                    for metric, value in mean_scores(items).items()
+                }
+                for task, items in result["items"].items()
+            },
+        }
+        for engine, result in results.items()
+    }
+
+
 def check(config: EvalConfig, results: dict[str, Result]) -> dict[str, Any]:
     """Compare all engines with the baseline.
 
@@ -134,11 +154,12 @@ def format_table(results: dict[str, Result], comparison: dict[str, Any]) -> str:
         "| tokens per step |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
+    found = means(results)
     for name, result in results.items():
         for task, items in result["items"].items():
             scores = ", ".join(
-                f"{metric.removesuffix(',none')} {value:.3f}"
-                for metric, value in mean_scores(items).items()
+                f"{metric} {value:.3f}"
+                for metric, value in found[name]["scores"][task].items()
             )
             row = comparison["engines"].get(name, {}).get(task)
             counts = ["-", "-"]

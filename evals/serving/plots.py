@@ -94,7 +94,9 @@ def _lines(
                 continue
             value = row.get(metric)
             if metric == "speedup":
-                none = cells.get((t, concurrency, "none"))
+                # vLLM's is the baseline beside other engines too.
+                bases = [(t, concurrency, name) for name in ("none", "vllm-none")]
+                none = next((cells[base] for base in bases if base in cells), None)
                 value = none and row["output_throughput"] / none["output_throughput"]
             if value is not None:
                 label = server if len(by_run) == 1 else f"{name}: {server}"

@@ -212,6 +212,7 @@ def test_page_compares_runs_and_loads_nothing(evals, rows, mixed_rows, tmp_path)
             "engines": {
                 "tree": {
                     "a_task": {
+                        "num_items": 1,
                         "different_responses": [difference],
                         "different_scores": [],
                     }
@@ -251,6 +252,30 @@ def test_page_compares_runs_and_loads_nothing(evals, rows, mixed_rows, tmp_path)
         assert expected in words
     assert all(link.startswith("#") for link in page.links)
     assert not re.search(r"@import|url\((?!#)", text)
+
+
+def test_page_of_all_kept_results(evals):
+    """The command of the docs: ``report.py evals/results/*.json``."""
+    pytest.importorskip("matplotlib")
+    paths = sorted((EVALS / "results").glob("*.json"))
+    names = evals.report.run_names(paths)
+    runs = list(map(evals.report.load_run, paths, names))
+    kinds = {run.kind for run in runs}
+    assert kinds == {"serving", "comparison", "calibration", "lm_eval", "acceptance"}
+    comparison = next(run.data for run in runs if run.kind == "comparison")
+    calibration = next(run.data for run in runs if run.kind == "calibration")
+    page = Page(evals.report.render(runs))
+    assert not page.open
+    words = " ".join(page.words)
+    assert all(name in words for name in names)
+    assert comparison["sglang_versions"]["sglang-kernel"] in words
+    assert "tokens/s to sglang-dflash" in words
+    # One request, no drafts: a token a step.
+    ms = {(batch, nodes): ms for batch, nodes, ms in calibration["step_ms"]}
+    assert f" {1e3 / ms[1, 0]:.0f} " in words
+    figure = evals.plots.figures({"all": comparison["rows"]})["speedup"]
+    labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+    assert {"vllm-none", "sglang-dflash", "vllm-tree-auto"} <= labels
 
 
 def test_page_refuses_other_files(evals, tmp_path):

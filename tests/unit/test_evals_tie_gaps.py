@@ -48,21 +48,46 @@ class Model:
 
 
 def test_partings_and_their_gaps(evals):
-    found, number = evals.ties.partings(RESULTS, "tree 16")
-    assert number == 3
+    prompts = {"a": [100, 101], "b": [103], "c": [102]}
+    found = evals.ties.of_acceptance(RESULTS, prompts)
     parting = evals.ties.Parting
-    assert found == [parting("a", [1], 2, 8), parting("c", [], 6, 5)]
-    assert evals.ties.partings(RESULTS, "no speculation") == ([], 3)
+    partings = [parting([100, 101, 1], 2, 8), parting([102], 6, 5)]
+    assert found == {"tree 16": evals.ties.Comparison(partings, 3, 0)}
     model = Model()
-    prompts = {"a": [100, 101], "c": [102]}
-    gaps = list(evals.ties.gaps(model, prompts, found))
+    gaps = list(evals.ties.gaps(model, partings))
     assert model.asked == [[100, 101, 1], [102]]
     # Expected to said: 2 to 8 and 6 to 5, half a unit a token.
     assert [gap.parting for gap in gaps] == [-3.0, 0.5]
     assert [(gap.second, gap.tenth) for gap in gaps] == [(0.5, 4.5)] * 2
-    table = evals.ties.markdown({"tree 16": (gaps, 3), "chain 15": ([], 3)})
-    assert "| tree 16 | 2 of 3 | 1.750 | 3.000 | 0.500 | 4.500 |" in table
-    assert "| chain 15 | 0 of 3 | - | - | - | - |" in table
+    rows = {
+        "tree 16": (gaps, evals.ties.Comparison(partings, 4, 1)),
+        "chain 15": ([], evals.ties.Comparison([], 3)),
+    }
+    table = evals.ties.markdown(rows)
+    assert "| tree 16 | 3 of 4 | 1 | 1 of 2 | 1.750 | 3.000 | 0.500 | 4.500 |" in table
+    assert "| chain 15 | 0 of 3 | 0 | - | - | - | - | - |" in table
+
+
+def test_servers_beside_their_references(evals):
+    def answer(tokens):
+        return {"prompt_ids": [100], "token_ids": tokens}
+
+    answers = {
+        "vllm-none": [answer([1, 2]), answer([3, 4]), answer([5])],
+        "sglang-none": [answer([1, 2]), answer([3]), answer([6])],
+        "sglang-dflash": [answer([1, 7]), answer([3]), answer([6])],
+    }
+    pairs = [("sglang-none", "vllm-none"), ("sglang-dflash", "sglang-none")]
+    agreement = [{"server": s, "reference": r} for s, r in pairs]
+    found = evals.ties.of_servers({"answers": answers, "agreement": agreement})
+    parting = evals.ties.Parting
+    assert found == {
+        # The second answer of one ends where the other goes on.
+        "sglang-none to vllm-none": evals.ties.Comparison([parting([100], 5, 6)], 3, 1),
+        "sglang-dflash to sglang-none": evals.ties.Comparison(
+            [parting([100, 1], 2, 7)], 3, 0
+        ),
+    }
 
 
 def test_a_result_without_answers_is_named(evals, tmp_path, monkeypatch):
@@ -77,6 +102,8 @@ def test_the_small_form_has_what_tables_need(evals, tmp_path, monkeypatch):
     result = {"output_throughput": 5.0, "median_tpot_ms": 2.0, "itls": [1.0], "x": 1}
     row = {"server": "none", "command": "vllm bench serve", "result": result}
     report = {"kind": "serving", "provenance": {"git": "abc"}, "rows": [row]}
+    # Those of `compare_sglang.py`.
+    report["answers"] = {"vllm-none": [{"token_ids": [1]}]}
     source, kept = tmp_path / "a.json", tmp_path / "b.json"
     source.write_text(json.dumps(report))
     monkeypatch.setattr(sys, "argv", ["keep_result.py", str(source), str(kept)])
@@ -88,8 +115,36 @@ def test_the_small_form_has_what_tables_need(evals, tmp_path, monkeypatch):
     }
     assert small["rows"][0]["command"] == row["command"]
     assert small["provenance"] == report["provenance"]
+    assert "answers" not in small
     acceptance = {"provenance": {}, "summary": {"a": 1}, "results": RESULTS}
     assert evals.keep.keep(acceptance) == {"provenance": {}, "summary": {"a": 1}}
+
+
+def test_the_small_form_of_accuracy_has_means_and_names(evals):
+    def items(*values):
+        return [{"filter": "none", "scores": {"accuracy": v}} for v in values]
+
+    differs = [{"id": "b", "position": 3, "response": "x", "baseline": "y"}]
+    found = {"num_items": 2, "different_responses": differs, "different_scores": []}
+    report = {
+        "kind": "lm_eval",
+        "results": {
+            "ar": {"items": {"task": items(1.0, 0.0)}, "acceptance_length": None},
+            "tree": {"items": {"task": items(1.0, 1.0)}, "acceptance_length": 4.5},
+        },
+        "comparison": {"engines": {"tree": {"task": found}}, "failures": ["one"]},
+    }
+    small = evals.keep.keep(report)
+    assert "results" not in small
+    assert small["means"] == {
+        "ar": {"tokens_per_step": None, "scores": {"task": {"accuracy": 0.5}}},
+        "tree": {"tokens_per_step": 4.5, "scores": {"task": {"accuracy": 1.0}}},
+    }
+    kept = {"num_items": 2, "different_responses": ["b"], "different_scores": []}
+    assert small["comparison"] == {
+        "engines": {"tree": {"task": kept}},
+        "failures": ["one"],
+    }
 
 
 def test_tables_can_be_made_of_the_small_form(evals):
