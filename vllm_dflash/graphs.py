@@ -110,8 +110,11 @@ def draft_sizes(
     """Return the token counts of the draft's graphs, K + 1 rows a request, ascending.
 
     The draft is as wide whatever the tree's width, so it is captured for the batch
-    sizes whose verify is captured at any width. A narrow tree can have more requests
-    in a step than the draft has rows for; its buffers hold `max_num_batched_tokens`.
+    sizes whose verify is captured at any width, and for those whose draft has no more
+    rows than the target's largest graph: where a forward of the target is too long for
+    its launches to matter, one of the draft, a few layers of fewer rows, is not. A
+    narrow tree can have more requests in a step than the draft has rows for; its
+    buffers hold `max_num_batched_tokens`.
     """
     counts = [
         size // width
@@ -119,6 +122,8 @@ def draft_sizes(
         for width in tree.widths
         if width > 1 and size % width == 0
     ]
-    most = max(1, max_num_batched_tokens // (tree.depth + 1))
-    largest = min(max(counts, default=1), max_num_seqs, most)
-    return [count * (tree.depth + 1) for count in request_counts(1, largest)]
+    rows = tree.depth + 1
+    counts += [1, max(verify_sizes, default=1) // rows]
+    most = max(1, max_num_batched_tokens // rows)
+    largest = min(max(counts), max_num_seqs, most)
+    return [count * rows for count in request_counts(1, largest)]

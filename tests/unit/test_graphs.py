@@ -87,8 +87,16 @@ def test_draft_graphs_cover_every_batch_that_verifies_in_a_graph():
 
 def test_draft_graphs_of_one_width():
     assert draft_sizes(tree_of(48), 4, 8192, [49, 98, 147, 196]) == [16, 32, 48, 64]
-    # A size that no verify batch has says nothing about the draft.
-    assert draft_sizes(tree_of(48), 64, 8192, [512]) == [16]
+    # 16 rows a request, so 512 hold 32 drafts, be it a verify batch or not.
+    assert draft_sizes(tree_of(48), 64, 8192, [512])[-1] == 32 * 16
+    assert draft_sizes(tree_of(48), 64, 8192, [1, 2]) == [16]
+
+
+def test_draft_graphs_of_more_requests_than_verify_in_a_graph():
+    """42 requests of 48 rows fill the largest graph; their drafts are a third of it."""
+    sizes = [1, 2, 4, 512, *verify_sizes(tree_of(47), 1024, 8192, 2048)]
+    assert max(sizes) == 42 * 48
+    assert draft_sizes(tree_of(47), 1024, 8192, sizes)[-1] == 126 * 16
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [512, 1024, 2048, 8192])
