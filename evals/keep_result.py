@@ -4,12 +4,13 @@
     python evals/keep_result.py acceptance.json evals/results/acceptance_h200.json
 
 Answers and figures for single requests are left out, and of accuracy the scores of
-single items, whose means stay; provenance, settings, commands and everything that a
-table or plot is made of stay as they are.
+single items, whose means stay, and the folders of files; provenance, settings, commands
+and everything that a table or plot is made of stay as they are.
 """
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from accuracy.compare import means
 
 # Where `run_acceptance.py` and `compare_sglang.py` have them.
 ANSWERS = {"results", "answers"}
+# Where files of a machine are; routes of a server begin otherwise.
+_FOLDERS = re.compile(r"/(?:home|mnt|opt|root|tmp|usr|var|work)/(?:[^/\s'\"]+/)*")
 # Of the result of `vllm bench serve`: what tables use, and what tells a bad run.
 SERVING = {
     "completed",
@@ -49,7 +52,7 @@ def keep(report: dict[str, Any]) -> dict[str, Any]:
             row | {"result": {k: v for k, v in row["result"].items() if k in SERVING}}
             for row in report["rows"]
         ]
-    if report.get("kind") == "lm_eval":
+    if report.get("kind") == "lm_eval" and "results" in report:
         kept["means"] = means(report["results"])
         kept["comparison"] = _items_by_name(report["comparison"])
     return kept
@@ -78,7 +81,7 @@ def main() -> int:
     parser.add_argument("destination", type=Path)
     args = parser.parse_args()
     report = json.loads(args.source.read_text(encoding="utf-8"))
-    text = json.dumps(keep(report), indent=1) + "\n"
+    text = _FOLDERS.sub("", json.dumps(keep(report), indent=1)) + "\n"
     args.destination.write_text(text, encoding="utf-8")
     return 0
 

@@ -201,8 +201,8 @@ def _accuracy_section(run: Run) -> str:
         length = result["tokens_per_step"]
         for task, values in result["scores"].items():
             # The baseline was asked the same items as the others.
-            asked = next((tasks[task] for tasks in compared.values()), None)
-            number = "-" if asked is None else str(asked["num_items"])
+            others = [tasks[task] for tasks in compared.values() if task in tasks]
+            number = str(others[0]["num_items"]) if others else "-"
             found = compared.get(engine, {}).get(task)
             counts = ["-", "-"]
             if found is not None:

@@ -54,6 +54,7 @@ class Comparison:
     """Greedy answers of one engine beside those of another.
 
     Attributes:
+        partings: Where answers part, but for those that end there.
         num_answers: All answers.
         num_ended: Those where one ends and the other goes on, as no token says by how
             much.
@@ -146,8 +147,9 @@ def gaps(model: Any, found: list[Parting]) -> Iterator[Gaps]:
 def markdown(rows: dict[str, tuple[list[Gaps], Comparison]]) -> str:
     """Return the table, a row for each comparison."""
     lines = [
-        "| engine | answers that part | one ends there | fp32 prefers the reference's "
-        "| gap, median | largest | best to second, median | best to tenth, median |",
+        "| comparison | answers that part | one ends there "
+        "| fp32 prefers the reference's | gap, median | largest "
+        "| best to second, median | best to tenth, median |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for engine, (found, comparison) in rows.items():
@@ -166,6 +168,15 @@ def markdown(rows: dict[str, tuple[list[Gaps], Comparison]]) -> str:
     return "\n".join(lines)
 
 
+def _embedded_target(report: dict[str, Any]) -> str:
+    """The target of a run with the embedded pair; exits if it was another's."""
+    named = report.get("settings", {}).get("model")
+    pair = embedded_pair(lambda text: print(text, file=sys.stderr, flush=True))
+    if named is not None and Path(named).name != pair.served_name:
+        sys.exit(f"tie_gaps: the answers are those of {named}; type --model with it")
+    return pair.target
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -181,9 +192,7 @@ def main() -> int:
         sys.exit(f"tie_gaps: {args.result} has no answers; use a file of --output")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = (
-        args.model or embedded_pair(lambda text: print(text, file=sys.stderr)).target
-    )
+    folder = args.model or _embedded_target(report)
     if "results" in report:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         prompts = {
@@ -196,7 +205,10 @@ def main() -> int:
     else:
         found = of_servers(report)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    rows = {name: (list(gaps(model, c.partings)), c) for name, c in found.items()}
+    rows = {
+        name: (list(gaps(model, comparison.partings)), comparison)
+        for name, comparison in found.items()
+    }
     print(markdown(rows))
     return 0
 

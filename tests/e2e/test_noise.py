@@ -13,6 +13,10 @@ from engines import (
     token_ids,
     tree_config,
 )
+from evals_modules import import_evals
+from training_runs import load_target
+
+from vllm_dflash.sample.noise import FILTERED_WEIGHT
 
 pytestmark = pytest.mark.e2e
 
@@ -98,16 +102,16 @@ def test_a_perfect_draft_is_accepted_to_the_end(
 
 
 def test_a_slot_knows_the_noise_of_its_request_only(tiny_target, tiny_draft, answers):
-    """Few tokens are left by the last two's filters; the draft does not know which."""
+    """Filters of the last two leave out tokens; the draft does not know which."""
     prompts = answers[0]
     options = [
         params(NUM_TOKENS, temperature=t, seed=i, **filters)
         for i, (t, filters) in enumerate(
             [
                 (0.0, {}),
-                (0.6, {"top_p": 0.95}),
+                (0.6, {}),
                 (0.8, {"top_k": 9}),
-                (1.0, {"min_p": 0.1}),
+                (1.0, {"top_p": 0.8}),
             ]
         )
     ]
@@ -117,4 +121,22 @@ def test_a_slot_knows_the_noise_of_its_request_only(tiny_target, tiny_draft, ans
         assert token_ids(generate(llm, prompts, options)) == expected
         runner = model_runner(llm)
         known = runner.speculator.runtime.trees.noise_temperature.tolist()
-        assert sorted(known) == pytest.approx([0.0, 0.0, 0.0, 0.6])
+        drawn = runner.sampler.sampling_states.temperature.gpu.tolist()
+    # By slot: the temperatures tell the requests apart.
+    weights = {0.0: 0.0, 0.6: 1.0, 0.8: FILTERED_WEIGHT, 1.0: 0.6}
+    slots = {round(t, 3): factor for t, factor in zip(drawn, known, strict=True)}
+    assert slots == pytest.approx({t: t * weight for t, weight in weights.items()})
+
+
+def test_the_experiment_draws_what_the_engine_draws(tiny_target):
+    """`evals/noise_weights.py` measures on answers that vLLM would give."""
+    answers = import_evals(answers="noise_answers").answers
+    filters = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.02}
+    prompts = random_prompts((20, 35, 11), seed=8)
+    options = [params(NUM_TOKENS, seed=seed, **filters) for seed in (1, 2, 3)]
+    with engine(tiny_target) as llm:
+        expected = token_ids(generate(llm, prompts, options))
+    drawn = answers.draw_answers(
+        load_target(tiny_target), prompts, answers.Sampling(**filters), NUM_TOKENS, -1
+    )
+    assert drawn == expected

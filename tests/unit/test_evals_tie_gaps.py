@@ -98,9 +98,22 @@ def test_a_result_without_answers_is_named(evals, tmp_path, monkeypatch):
         evals.ties.main()
 
 
+def test_answers_of_another_target_are_refused(evals, tmp_path, monkeypatch):
+    path = tmp_path / "sglang.json"
+    answers = {"vllm-none": [{"prompt_ids": [1], "token_ids": [2]}]}
+    report = {"answers": answers, "settings": {"model": "/models/Other-8B"}}
+    path.write_text(json.dumps(report))
+    monkeypatch.setattr(sys, "argv", ["tie_gaps.py", str(path)])
+    pair = SimpleNamespace(served_name="SmolLM2", target="/nowhere")
+    monkeypatch.setattr(evals.ties, "embedded_pair", lambda log: pair)
+    with pytest.raises(SystemExit, match="of /models/Other-8B; type --model"):
+        evals.ties.main()
+
+
 def test_the_small_form_has_what_tables_need(evals, tmp_path, monkeypatch):
     result = {"output_throughput": 5.0, "median_tpot_ms": 2.0, "itls": [1.0], "x": 1}
-    row = {"server": "none", "command": "vllm bench serve", "result": result}
+    command = "vllm bench serve --endpoint /v1/x --model /root/.cache/a/SmolLM2 --y z"
+    row = {"server": "none", "command": command, "result": result}
     report = {"kind": "serving", "provenance": {"git": "abc"}, "rows": [row]}
     # Those of `compare_sglang.py`.
     report["answers"] = {"vllm-none": [{"token_ids": [1]}]}
@@ -113,7 +126,9 @@ def test_the_small_form_has_what_tables_need(evals, tmp_path, monkeypatch):
         "output_throughput": 5.0,
         "median_tpot_ms": 2.0,
     }
-    assert small["rows"][0]["command"] == row["command"]
+    # Without the folders of the machine.
+    kept_command = "vllm bench serve --endpoint /v1/x --model SmolLM2 --y z"
+    assert small["rows"][0]["command"] == kept_command
     assert small["provenance"] == report["provenance"]
     assert "answers" not in small
     acceptance = {"provenance": {}, "summary": {"a": 1}, "results": RESULTS}
@@ -135,7 +150,7 @@ def test_the_small_form_of_accuracy_has_means_and_names(evals):
         "comparison": {"engines": {"tree": {"task": found}}, "failures": ["one"]},
     }
     small = evals.keep.keep(report)
-    assert "results" not in small
+    assert "results" not in small and evals.keep.keep(small) == small
     assert small["means"] == {
         "ar": {"tokens_per_step": None, "scores": {"task": {"accuracy": 0.5}}},
         "tree": {"tokens_per_step": 4.5, "scores": {"task": {"accuracy": 1.0}}},

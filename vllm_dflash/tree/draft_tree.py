@@ -50,7 +50,7 @@ class DraftTreeBuffers:
     num_nodes: torch.Tensor
     # [S], uint8. 1: this request's block is laid out as a chain.
     chain_only: torch.Tensor
-    # [S], float32. Of the draws whose noise the candidates know; 0: they don't.
+    # [S], float32. Factor of the noise of the draws that the candidates know; 0: none.
     noise_temperature: torch.Tensor
 
     @classmethod
