@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 from vllm_dflash_kernels.topk_logprobs.noise_reference import draw_noise_reference
-from vllm_dflash_training.acceptance import evaluate
+from vllm_dflash_training.acceptance import evaluate, ranks_of_response
 from vllm_dflash_training.config import EvaluationOptions
 from vllm_dflash_training.data import Responses
 from vllm_dflash_training.forward import BlockForward
@@ -60,7 +60,7 @@ def draw_answers(
     prompts: list[list[int]],
     sampling: Sampling,
     max_tokens: int,
-    end: int,
+    ends: Collection[int],
 ) -> list[list[int]]:
     """Return an answer to each prompt, all at once; seeds are 1 and on.
 
@@ -89,9 +89,9 @@ def draw_answers(
         noise = draw_noise_reference(seeds, last, logits.shape[1])
         drawn = (logits + noise).argmax(-1)
         for answer, token in zip(answers, drawn.tolist(), strict=True):
-            if not answer or answer[-1] != end:
+            if not answer or answer[-1] not in ends:
                 answer.append(token)
-        if all(answer[-1] == end for answer in answers):
+        if all(answer[-1] in ends for answer in answers):
             break
         tokens, positions = drawn[:, None], last[:, None] + 1
         mask = torch.cat([mask, torch.ones_like(tokens)], 1)
@@ -142,14 +142,7 @@ class NoiseRecorder(BlockForward):
         tokens, logprobs = (
             torch.cat(rows).numpy() for rows in zip(*self._found, strict=True)
         )
-        # [num_anchors, depth, num_weights, num_candidates]
-        right = np.full(tokens.shape[:2], -1)
-        assert len(right) == len(answer) - 1
-        for anchor in range(len(right)):
-            rest = answer[anchor + 1 :][: right.shape[1]]
-            right[anchor, : len(rest)] = rest
-        hits = tokens == right[..., None, None]
-        ranks = np.where(hits.any(-1), hits.argmax(-1), -1)
+        ranks = ranks_of_response(tokens, answer)
         return {
             weight: Candidates(logprobs[:, :, place], ranks[:, :, place])
             for place, weight in enumerate(self.weights)

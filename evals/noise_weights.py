@@ -35,8 +35,7 @@ from noise_answers import (  # noqa: E402
 
 from vllm_dflash.cli.arguments import json_object  # noqa: E402
 from vllm_dflash.errors import option_error  # noqa: E402
-from vllm_dflash_kernels.tree_build.reference import best_first  # noqa: E402
-from vllm_dflash_training.acceptance import accepted_by_tree, walk  # noqa: E402
+from vllm_dflash_training.acceptance import accepted_by_trees, walk  # noqa: E402
 from vllm_dflash_training.config import (  # noqa: E402
     EvaluationOptions,
     RunConfig,
@@ -69,18 +68,16 @@ def tokens_a_round(answers: list[Candidates], budget: int) -> tuple[float, float
     total = np.zeros(2)
     everywhere: list[int] = []
     for candidates in answers:
-        rows = zip(candidates.logprobs.tolist(), candidates.ranks.tolist(), strict=True)
-        accepted = [
-            accepted_by_tree(best_first(logprobs, budget, False), ranks)
-            for logprobs, ranks in rows
-        ]
+        accepted = accepted_by_trees(
+            candidates.logprobs.tolist(), candidates.ranks.tolist(), budget
+        )
         total += walk(accepted)
         everywhere += accepted
     return float(total[0] / total[1]), 1 + float(np.mean(everywhere))
 
 
-def load(config: RunConfig, weights: list[float]) -> tuple[NoiseRecorder, int]:
-    """Return the config's draft along its target, and the token that ends answers."""
+def load(config: RunConfig, weights: list[float]) -> NoiseRecorder:
+    """Return the config's draft along its target."""
     from vllm_dflash_training.checkpoint import make_draft
     from vllm_dflash_training.target import Target, target_folder
 
@@ -88,15 +85,13 @@ def load(config: RunConfig, weights: list[float]) -> tuple[NoiseRecorder, int]:
     target = Target(target_folder(config.target), torch.float32, device)
     draft, _ = make_draft(target, config.draft, config.seed)
     options = dataclasses.replace(config.training, sequences_per_batch=1)
-    ends = target.model.generation_config.eos_token_id
-    recorder = NoiseRecorder(
+    return NoiseRecorder(
         target,
         draft.to(device),
         options,
         weights=weights,
         num_candidates=config.evaluation.max_children,
     )
-    return recorder, ends[0] if isinstance(ends, list) else ends
 
 
 def draw(
@@ -104,11 +99,11 @@ def draw(
     prompts: list[list[int]],
     sampling: Sampling,
     max_tokens: int,
-    end: int,
+    ends: list[int],
     options: EvaluationOptions,
 ) -> dict[float, list[Candidates]]:
     """Draw answers, and run the draft along them. weight -> candidates by answer"""
-    answers = draw_answers(recorder.target, prompts, sampling, max_tokens, end)
+    answers = draw_answers(recorder.target, prompts, sampling, max_tokens, ends)
     found: dict[float, list[Candidates]] = {weight: [] for weight in recorder.weights}
     for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), 1):
         if len(answer) < _SHORTEST:
@@ -117,7 +112,7 @@ def draw(
         for weight, candidates in recorded.items():
             found[weight].append(candidates)
     if not found[recorder.weights[0]]:
-        raise ValueError("no answer has two tokens; type a larger --limit")
+        sys.exit("noise_weights: no answer has two tokens; type a larger --limit")
     return found
 
 
@@ -140,9 +135,8 @@ def parse_sampling(given: dict[str, float]) -> Sampling:
 
 def main() -> int:
     args = _parser().parse_args()
-    from transformers import AutoTokenizer
-
     from vllm_dflash_training.target import target_folder
+    from vllm_dflash_training.tokenise import load_tokens
 
     try:
         all_sampling = [parse_sampling(given) for given in args.sampling or SAMPLING]
@@ -151,19 +145,14 @@ def main() -> int:
         return 2
     config = load_config(args.config, args.set)
     options = config.evaluation
-    tokenizer = AutoTokenizer.from_pretrained(target_folder(config.target))
-    prompts = [
-        tokenizer.apply_chat_template(
-            prompt["messages"], add_generation_prompt=True, return_dict=False
-        )
-        for prompt in load_prompts(limit=args.limit)
-    ]
-    recorder, end = load(config, args.weights)
+    tokens, ends = load_tokens(target_folder(config.target))
+    prompts = [tokens.prompt(p["messages"]) for p in load_prompts(limit=args.limit)]
+    recorder = load(config, args.weights)
     print(f"{options.budget} nodes, {options.max_children} candidates a depth\n")
     print("| sampling | anchors | " + " | ".join(f"{w:g}" for w in args.weights) + " |")
     print("|---|---:|" + "---:|" * len(args.weights))
     for sampling in all_sampling:
-        found = draw(recorder, prompts, sampling, args.max_tokens, end, options)
+        found = draw(recorder, prompts, sampling, args.max_tokens, ends, options)
         cells = [tokens_a_round(answers, options.budget) for answers in found.values()]
         number = sum(len(one.ranks) for one in found[recorder.weights[0]])
         line = " | ".join(f"{along:.3f} ({every:.3f})" for along, every in cells)

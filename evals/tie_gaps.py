@@ -31,6 +31,7 @@ from acceptance_engine import BASELINE
 from acceptance_prompts import load_prompts
 from first_difference import first_difference
 
+from vllm_dflash.calibrate.prompts import tokenize
 from vllm_dflash.demo.pair import embedded_pair
 
 GREEDY = "0/"
@@ -195,13 +196,11 @@ def main() -> int:
     folder = args.model or _embedded_target(report)
     if "results" in report:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        prompts = {
-            prompt["id"]: tokenizer.apply_chat_template(
-                prompt["messages"], add_generation_prompt=True, return_dict=False
-            )
-            for prompt in load_prompts(args.prompts)
-        }
-        found = of_acceptance(report["results"], prompts)
+        prompts = load_prompts(args.prompts)
+        tokens = tokenize(tokenizer, [prompt["messages"] for prompt in prompts])
+        names = [prompt["id"] for prompt in prompts]
+        by_name = dict(zip(names, tokens, strict=True))
+        found = of_acceptance(report["results"], by_name)
     else:
         found = of_servers(report)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

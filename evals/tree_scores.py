@@ -24,10 +24,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "training"), str(ROOT), str(ROOT / "kernels")]
 
-from vllm_dflash_kernels.tree_build.reference import best_first  # noqa: E402
 from vllm_dflash_training.acceptance import (  # noqa: E402
-    accepted_by_tree,
+    accepted_by_trees,
     evaluate,
+    ranks_of_response,
     walk,
 )
 from vllm_dflash_training.config import (  # noqa: E402
@@ -91,22 +91,14 @@ def record(
     for index in np.argsort(responses.lens, kind="stable"):
         last = first + int(responses.lens[index] - responses.prompt_lens[index]) - 1
         part = slice(first, last)
-        ranks = _ranks(responses, int(index), tokens[part])
+        start = int(responses.starts[index])
+        answer = responses.tokens[start : start + int(responses.lens[index])]
+        answer = answer[int(responses.prompt_lens[index]) :]
+        ranks = ranks_of_response(tokens[part], answer)
         found.append(Anchors({t: rows[part] for t, rows in logprobs.items()}, ranks))
         first = last
     assert first == len(tokens)
     return found, expected
-
-
-def _ranks(responses: Responses, index: int, tokens: np.ndarray) -> np.ndarray:
-    start, prompt = int(responses.starts[index]), int(responses.prompt_lens[index])
-    end = start + int(responses.lens[index])
-    ranks = np.full(tokens.shape[:2], -1)
-    for anchor in range(len(tokens)):
-        right = responses.tokens[start + prompt + anchor + 1 : end][: tokens.shape[1]]
-        hits = tokens[anchor, : len(right)] == right[:, None]
-        ranks[anchor, : len(right)] = np.where(hits.any(1), hits.argmax(1), -1)
-    return ranks
 
 
 def tokens_a_round(
@@ -117,11 +109,7 @@ def tokens_a_round(
     for one in anchors:
         scores = rescale(one)[..., :num_candidates]
         ranks = np.where(one.ranks < num_candidates, one.ranks, -1)
-        accepted = [
-            accepted_by_tree(best_first(rows, budget, False), right)
-            for rows, right in zip(scores.tolist(), ranks.tolist(), strict=True)
-        ]
-        total += walk(accepted)
+        total += walk(accepted_by_trees(scores.tolist(), ranks.tolist(), budget))
     return float(total[0] / total[1])
 
 

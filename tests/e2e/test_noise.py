@@ -137,6 +137,6 @@ def test_the_experiment_draws_what_the_engine_draws(tiny_target):
     with engine(tiny_target) as llm:
         expected = token_ids(generate(llm, prompts, options))
     drawn = answers.draw_answers(
-        load_target(tiny_target), prompts, answers.Sampling(**filters), NUM_TOKENS, -1
+        load_target(tiny_target), prompts, answers.Sampling(**filters), NUM_TOKENS, []
     )
     assert drawn == expected

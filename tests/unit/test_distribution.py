@@ -99,7 +99,7 @@ class Toy:
         for slot in range(BATCH_SIZE):
             self.sampler.add_request(slot, self.params(first_seed + slot))
         self.sampler.apply_staged_writes()
-        # Also with filters for which a request's draft would not know the noise.
+        # All of it, also with filters for which a request's draft has a part.
         temperature = self.sampler.sampling_states.temperature.gpu
         self.trees.noise_temperature.copy_(temperature[:BATCH_SIZE])
         prefixes = torch.zeros(BATCH_SIZE, dtype=torch.long, device=self.device)

@@ -70,7 +70,7 @@ def test_candidates_are_those_of_the_product(evals, target, recorder):
     """At every depth, with its noise: temperature is the weight times that of draws."""
     sampling = evals.answers.Sampling(0.9, top_k=30)
     prompts = [prompt for prompt, _ in random_rows(2)]
-    answers = evals.answers.draw_answers(target, prompts, sampling, 12, end=2)
+    answers = evals.answers.draw_answers(target, prompts, sampling, 12, ends=[2])
     for seed, prompt, answer in zip((1, 2), prompts, answers, strict=True):
         recorder.seen.clear()
         found = recorder.record(prompt, answer, seed, 0.9, OPTIONS)
@@ -103,8 +103,8 @@ def test_candidates_are_those_of_the_product(evals, target, recorder):
 def test_answers_are_what_the_noise_draws(evals, target):
     sampling = evals.answers.Sampling(0.9, top_k=30)
     prompts = [prompt for prompt, _ in random_rows(3)]
-    answers = evals.answers.draw_answers(target, prompts, sampling, 12, end=2)
-    ended = evals.answers.draw_answers(target, prompts, sampling, 12, answers[1][3])
+    answers = evals.answers.draw_answers(target, prompts, sampling, 12, ends=[2])
+    ended = evals.answers.draw_answers(target, prompts, sampling, 12, [answers[1][3]])
     assert ended[1] == answers[1][: answers[1].index(answers[1][3]) + 1]
     for seed, prompt, answer in zip((1, 2, 3), prompts, answers, strict=True):
         tokens = torch.tensor([prompt + answer])

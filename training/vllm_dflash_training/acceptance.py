@@ -8,6 +8,7 @@ reference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -92,11 +93,42 @@ def block_acceptance(
     is_match = is_hit[..., 0]
     chain = is_match.long().cumprod(1).sum(1)
     rank = torch.where(is_hit.any(-1), is_hit.long().argmax(-1), -1)
-    tree = [
-        accepted_by_tree(best_first(rows, budget, False), ranks)
-        for rows, ranks in zip(logprobs.tolist(), rank.tolist(), strict=True)
-    ]
+    tree = accepted_by_trees(logprobs.tolist(), rank.tolist(), budget)
     return Acceptance(is_match, is_hit.any(-1), chain, torch.tensor(tree))
+
+
+def accepted_by_trees(
+    # [num_blocks][depth][num_candidates], best first
+    logprobs: list[list[list[float]]],
+    # [num_blocks][depth], of the right tokens; -1: not among the candidates
+    ranks: list[list[int]],
+    budget: int,
+) -> list[int]:
+    """Count what the tree of each block accepts."""
+    return [
+        accepted_by_tree(best_first(rows, budget, False), right)
+        for rows, right in zip(logprobs, ranks, strict=True)
+    ]
+
+
+def ranks_of_response(
+    # [num_anchors, depth, ..., num_candidates]
+    tokens: np.ndarray,
+    # [num_anchors + 1], its anchors are all tokens but the last
+    response: Sequence[int] | np.ndarray,
+) -> np.ndarray:
+    """Return each right token's place among the candidates, -1 if it is not one.
+
+    Returns:
+        [num_anchors, depth, ...]. Past the end of the response nothing is right.
+    """
+    right = np.full(tokens.shape[:2], -1)
+    assert len(right) == len(response) - 1
+    for anchor in range(len(right)):
+        rest = response[anchor + 1 :][: right.shape[1]]
+        right[anchor, : len(rest)] = rest
+    hits = tokens == right.reshape(*right.shape, *[1] * (tokens.ndim - 2))
+    return np.where(hits.any(-1), hits.argmax(-1), -1)
 
 
 def accepted_by_tree(nodes: list[tuple[int, int, int]], ranks: list[int]) -> int:
